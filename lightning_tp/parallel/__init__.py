@@ -1,0 +1,1 @@
+"""How a planned model runs: collectives, local parameters, linears, random state, and their application."""

@@ -1,0 +1,324 @@
+"""Apply a plan to a model: every parameter becomes a DTensor, every module reads local tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lightning_tp.errors import ParallelConfigError, PlanError
+from lightning_tp.layout import TENSOR_AXIS
+from lightning_tp.parallel.linear import (
+    ColumnParallel,
+    ColumnRole,
+    RegionModule,
+    RegionRole,
+    RowParallel,
+    RowRole,
+    SharedCopy,
+)
+from lightning_tp.parallel.local_parameters import (
+    LocalAttributes,
+    LocalRead,
+    ParallelState,
+    Scope,
+    local_tensor,
+    parallel_state,
+    rewrite,
+)
+from lightning_tp.parallel.random import RankRandomness
+from lightning_tp.plan.linears import linear_adapter
+from lightning_tp.plan.sharding_plan import AttributeChange, Column, Region, ShardingPlan
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How a parameter is held on the ``tp`` axis and read by this rank."""
+
+    placement: Placement
+    indices: tuple[int, Tensor] | None = None
+    """Dim and indices of this rank's part of the global tensor; None for a replicated parameter."""
+    read_rows: bool = False
+    """The whole parameter is held, and the rows of ``indices`` are read."""
+    partial: bool = False
+    """Gradients are partial sums over ``tp``."""
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> nn.Module:
+    """Rewrite ``model`` in place so that it computes what it computed, on the ranks of ``mesh``'s ``tp`` axis.
+
+    The values of rank zero are taken everywhere. All parameters become DTensors on the ``tp`` axis, with their names,
+    global shapes and ``requires_grad`` kept, and tied parameters tied. A model that already follows ``plan`` is left
+    as it is. Collective over the default process group.
+
+    Args:
+        model: The plain model, on this rank's device.
+        mesh: A mesh with an axis ``tp``.
+        plan: A plan for this model and the size of that axis.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        PlanError: the plan is for another size or another model.
+        ParallelConfigError: the model keeps references to its parameters that would go stale.
+    """
+    done = parallel_state(model)
+    if done is not None:
+        return model
+    tensor_mesh = mesh[TENSOR_AXIS] if mesh.ndim > 1 else mesh
+    check_plan(model, plan, tensor_mesh.size())
+    refuse_hidden_references(model)
+    broadcast_from_rank_zero(model)
+    holdings = _holdings(model, plan, tensor_mesh, data_parallel=mesh.size() // tensor_mesh.size())
+    _distribute_parameters(model, holdings, tensor_mesh)
+    _rewrite_modules(model, plan, holdings, tensor_mesh, (mesh.size() // tensor_mesh.size(), tensor_mesh.size()))
+    return model
+
+
+def check_plan(model: nn.Module, plan: ShardingPlan, size: int) -> None:
+    """Raise a :class:`PlanError` unless ``plan`` names linears of ``model`` with the right shapes, for ``size`` ranks."""
+    if plan.tensor_parallel_size != size:
+        raise PlanError(
+            f"The plan is for tensor_parallel_size={plan.tensor_parallel_size}, this run has {size}. "
+            'Find a new one with plan="auto".'
+        )
+    modules = dict(model.named_modules())
+    named: list[tuple[str, Column | None]] = [(column.module, column) for _, column in plan.columns()]
+    named += [(row, None) for region in plan.regions for row in region.rows]
+    missing = [name for name, _ in named if name not in modules]
+    if missing:
+        none = " None of its modules is in this model." if len(missing) == len(named) else ""
+        raise PlanError(
+            f"The plan names modules that this model does not have: {', '.join(missing[:5])}"
+            f"{' ...' if len(missing) > 5 else ''}.{none} It was made for another model; find a new one with "
+            'plan="auto".'
+        )
+    for name, column in named:
+        adapter = linear_adapter(modules[name])
+        if adapter is None:
+            raise PlanError(f"The plan splits {name}, which is a {type(modules[name]).__name__} and no plain linear.")
+        weight: Any = modules[name]._parameters["weight"]
+        if column is not None:
+            rows = {row for rank in range(size) for row in column.row_indices(rank)}
+            if rows != set(range(weight.shape[adapter.output_dim])):
+                raise PlanError(
+                    f"The plan's rows for {name} are not the {weight.shape[adapter.output_dim]} output features that "
+                    "it has here."
+                )
+        elif weight.shape[adapter.input_dim] % size:
+            raise PlanError(
+                f"{size} ranks do not divide the {weight.shape[adapter.input_dim]} input features of {name}."
+            )
+
+
+def refuse_hidden_references(model: nn.Module) -> None:
+    """Raise where a module keeps a parameter in a plain attribute, or a hook on one: both would miss the new one."""
+    parameters = {id(p): name for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_modules", "_buffers") or attribute == "_flat_weights":
+                continue
+            for entry in _contents(value):
+                if id(entry) in parameters:
+                    raise ParallelConfigError(
+                        f"{name or 'the model'} keeps the parameter {parameters[id(entry)]} in its plain attribute "
+                        f"{attribute}, which would not follow when the parameter is split. Read the parameter from its "
+                        "module instead, or build that attribute in configure_optimizers or later."
+                    )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ParallelConfigError(f"{name} has a gradient hook; register it in on_fit_start, after the split.")
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (list, tuple, set)):
+        yield from value
+    else:
+        yield value
+
+
+@torch.no_grad()
+def broadcast_from_rank_zero(model: nn.Module) -> None:
+    """Give every rank rank zero's parameters and buffers, so that an unseeded model is the same model everywhere."""
+    if dist.get_world_size() == 1:
+        return
+    seen: set[int] = set()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in seen and tensor.numel():
+            seen.add(id(tensor))
+            value = tensor.detach().contiguous()
+            dist.broadcast(value, src=0)
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.copy_(value)
+
+
+def _holdings(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, data_parallel: int) -> dict[int, Holding]:
+    """The holding of every parameter, by its id."""
+    holdings = {id(parameter): Holding(Replicate()) for parameter in model.parameters()}
+    parameters = dict(model.named_parameters())
+    rank = mesh.get_local_rank()
+    for region in plan.regions:
+        for column in region.columns:
+            module = model.get_submodule(column.module)
+            adapter: Any = linear_adapter(module)
+            for key, dim in (("weight", adapter.output_dim), ("bias", 0)):
+                parameter = module._parameters.get(key)
+                if parameter is not None:
+                    holdings[id(parameter)] = _column_holding(parameter, column, dim, rank, data_parallel)
+        for row in region.rows:
+            module = model.get_submodule(row)
+            adapter = linear_adapter(module)
+            weight: Any = module._parameters["weight"]
+            share = weight.shape[adapter.input_dim] // mesh.size()
+            index = torch.arange(rank * share, (rank + 1) * share, device=weight.device)
+            holdings[id(weight)] = Holding(Shard(adapter.input_dim), (adapter.input_dim, index))
+        for name in region.partial:
+            holdings[id(parameters[name])] = Holding(Replicate(), partial=True)
+    return holdings
+
+
+def _column_holding(parameter: Tensor, column: Column, dim: int, rank: int, data_parallel: int) -> Holding:
+    indices = (dim, torch.tensor(column.row_indices(rank), device=parameter.device))
+    placement = column_placement(column, parameter.shape[dim], dim)
+    if isinstance(placement, _StridedShard) and data_parallel > 1:
+        # FSDP shards dim 0 again, and torch cannot put nested strides back in order; another dim it can.
+        other = 1 - dim
+        if parameter.dim() < 2 or parameter.shape[other] % data_parallel:
+            placement = None
+    if placement is None:
+        return Holding(Replicate(), indices, read_rows=True, partial=True)
+    return Holding(placement, indices)
+
+
+def column_placement(column: Column, features: int, dim: int) -> Placement | None:
+    """The DTensor placement whose local tensors are the column's rows; None where torch has none."""
+    size = len(column.rows)
+    if not column.is_sharded or features % size:
+        return None
+    for sections in range(1, max(len(ranges) for ranges in column.rows) + 1):
+        if features % (size * sections):
+            continue
+        length = features // (size * sections)
+        expected = [
+            [start + i for start in range(rank * length, features, size * length) for i in range(length)]
+            for rank in range(size)
+        ]
+        if all(column.row_indices(rank) == expected[rank] for rank in range(size)):
+            return Shard(dim) if sections == 1 else _StridedShard(dim, split_factor=sections)
+    return None
+
+
+@torch.no_grad()
+def _distribute_parameters(model: nn.Module, holdings: dict[int, Holding], mesh: DeviceMesh) -> None:
+    """Replace every parameter by a DTensor that holds this rank's part. Tied parameters stay tied."""
+    replaced: dict[int, nn.Parameter] = {}
+    old: list[nn.Parameter] = []
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in replaced:
+                replaced[id(parameter)] = _distributed(parameter, holdings[id(parameter)], mesh)
+                holdings[id(replaced[id(parameter)])] = holdings[id(parameter)]
+                old.append(parameter)
+            module._parameters[key] = replaced[id(parameter)]
+
+
+def _distributed(parameter: nn.Parameter, holding: Holding, mesh: DeviceMesh) -> nn.Parameter:
+    value = parameter.detach()
+    if not isinstance(holding.placement, Replicate) and holding.indices is not None:
+        value = value.index_select(*holding.indices)
+    tensor = DTensor.from_local(
+        value.contiguous(),
+        mesh,
+        [holding.placement],
+        run_check=False,
+        shape=parameter.shape,
+        stride=torch.empty(parameter.shape, device="meta").stride(),
+    )
+    distributed = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    for name, attribute in vars(parameter).items():
+        setattr(distributed, name, attribute)
+    return distributed
+
+
+def _rewrite_modules(
+    model: nn.Module, plan: ShardingPlan, holdings: dict[int, Holding], mesh: DeviceMesh, mesh_sizes: tuple[int, int]
+) -> None:
+    """Give every module that owns parameters, holds a region or changes an attribute its generated class."""
+    group = mesh.get_group()
+    scope = Scope()
+    states = {name: ParallelState(scope) for name, module in model.named_modules() if module._parameters}
+    root = states.setdefault("", ParallelState(scope))
+    root.plan, root.mesh_sizes = plan, mesh_sizes
+    mixins: dict[str, list[type]] = {}
+    for name, state in states.items():
+        for key, parameter in model.get_submodule(name)._parameters.items():
+            if parameter is not None:
+                holding = holdings[id(parameter)]
+                state.reads[key] = LocalRead(group, holding.partial, holding.indices if holding.read_rows else None)
+    modules_with_regions: dict[str, list[tuple[Region, Scope]]] = {}
+    device = next((local_tensor(p).device for p in model.parameters()), torch.device("cpu"))
+    for region in plan.regions:
+        region_scope = Scope()
+        modules_with_regions.setdefault(region.module, []).append((region, region_scope))
+        randomness = RankRandomness(mesh.get_local_rank(), device, len(region.rows)) if region.random else None
+        for names in region.inputs:
+            shared = SharedCopy(group, len(names))
+            for name in names:
+                states[name].role = ColumnRole(shared, randomness)
+                mixins.setdefault(name, []).append(ColumnParallel)
+        for name in region.rows:
+            adapter: Any = linear_adapter(model.get_submodule(name))
+            states[name].role = RowRole(group, adapter, randomness)
+            mixins.setdefault(name, []).append(RowParallel)
+        for module_name, values in _local_values(model, region, mesh.get_local_rank()).items():
+            states.setdefault(module_name, ParallelState(scope)).attributes.append(
+                LocalAttributes(region_scope, values)
+            )
+    for name, entries in modules_with_regions.items():
+        if len({region.sizes for region, _ in entries}) > 1:
+            raise PlanError(f"The regions of {name or 'the model'} must have the same rules for sizes.")
+        state = states.setdefault(name, ParallelState(scope))
+        state.role = RegionRole(name, [s for _, s in entries], entries[0][0].sizes)
+        mixins.setdefault(name, []).append(RegionModule)
+    for name, state in states.items():
+        rewrite(model.get_submodule(name), state, tuple(mixins.get(name, ())))
+
+
+def _local_values(model: nn.Module, region: Region, rank: int) -> dict[str, dict[str, Any]]:
+    """For each module the attributes that have another value inside ``region``, with that value."""
+    changes = list(region.attributes)
+    for column in region.columns:
+        adapter: Any = linear_adapter(model.get_submodule(column.module))
+        count = len(column.row_indices(rank))
+        changes.append(AttributeChange(column.module, adapter.output_attribute, count))
+    for name in region.rows:
+        adapter = linear_adapter(model.get_submodule(name))
+        attributes = vars(model.get_submodule(name))
+        if adapter.input_attribute in attributes:
+            share = attributes[adapter.input_attribute] // len(region.columns[0].rows)
+            changes.append(AttributeChange(name, adapter.input_attribute, share))
+    values: dict[str, dict[str, Any]] = {}
+    for change in changes:
+        attributes = vars(model.get_submodule(change.module))
+        local = values.setdefault(change.module, {})
+        holder, _, field = change.attribute.rpartition(".")
+        if not holder:
+            local[field] = change.value
+            continue
+        if holder not in local:
+            local[holder] = copy.copy(attributes[holder])
+        vars(local[holder])[field] = change.value
+    return values

@@ -1,0 +1,81 @@
+"""The differentiable collectives that every tensor-parallel communication is made of.
+
+=========  ==================  ===================
+function   forward             backward
+=========  ==================  ===================
+copy       identity            all-reduce
+reduce     all-reduce          identity
+=========  ==================  ===================
+
+``copy`` stands where a tensor that all ranks hold enters a region, ``reduce`` where partial sums leave it (the
+conjugate pair f and g of Megatron-LM, arXiv:1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+from torch import Tensor
+
+
+def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Pass a replicated tensor into a region: same value, gradient summed over ``group``.
+
+    The gradient is reduced in place, so the result must feed only operations that produce a gradient of their own
+    (matrix products do). Use :func:`copy_parameter` for a tensor with other uses.
+
+    Args:
+        x: ``[...]``, equal on every rank.
+        group: the tensor-parallel group.
+    """
+    return _Copy.apply(x, group, True) if torch.is_grad_enabled() and x.requires_grad else x
+
+
+def copy_parameter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """As :func:`copy`, for a replicated parameter whose gradients inside a region are partial sums."""
+    return _Copy.apply(x, group, False) if torch.is_grad_enabled() and x.requires_grad else x
+
+
+def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum the partial results of a region over ``group``; the result is equal on every rank.
+
+    ``x`` is overwritten: it must be the fresh output of a matrix product.
+
+    Args:
+        x: ``[...]``, one addend per rank.
+        group: the tensor-parallel group.
+    """
+    return _Reduce.apply(x, group)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, in_place: bool) -> Tensor:
+        ctx.group, ctx.in_place = group, in_place
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        owned = grad.contiguous() if ctx.in_place else grad.clone(memory_format=torch.contiguous_format)
+        return _all_reduce(owned, ctx.group), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x.contiguous(), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum ``x`` over ``group``: in place when eager, as a functional collective in a compiled graph."""
+    if torch.compiler.is_compiling():
+        return functional_collectives.all_reduce(x, "sum", group)
+    dist.all_reduce(x, group=group)
+    return x

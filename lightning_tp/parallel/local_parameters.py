@@ -1,0 +1,162 @@
+"""Modules whose parameters are DTensors, and whose code reads them as local tensors.
+
+Outside a step ``module.weight`` is the DTensor parameter itself; while a step or a forward runs it is the tensor that
+this rank computes with, attached to the graph of the DTensor. This is a property on a subclass that is made once for
+each class of modules (the idea of torchtitan's simple FSDP), so it also serves code that reads another module's weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_tp.parallel.collectives import copy_parameter
+from lightning_tp.plan.sharding_plan import ShardingPlan
+
+
+class Scope:
+    """Whether something runs right now; it may be entered several times over."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    @property
+    def active(self) -> bool:
+        return self._depth > 0
+
+    def __enter__(self) -> Scope:
+        self._depth += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+
+
+@dataclass(frozen=True)
+class LocalRead:
+    """How one rank reads a parameter.
+
+    Attributes:
+        partial: Whether gradients of this rank are a partial sum, to be all-reduced over ``group``.
+        rows: The rows that this rank takes of a parameter that it holds whole: ``(dim, indices)``; None takes all.
+    """
+
+    group: dist.ProcessGroup
+    partial: bool = False
+    rows: tuple[int, Tensor] | None = None
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if self.partial:
+            local = copy_parameter(local, self.group)
+        return local if self.rows is None else local.index_select(*self.rows)
+
+
+@dataclass(frozen=True)
+class LocalAttributes:
+    """Attributes that have another value while their region runs."""
+
+    scope: Scope
+    values: Mapping[str, Any]
+
+
+@dataclass
+class ParallelState:
+    """What a rewritten module knows of its part in the plan. Copies of the module share it.
+
+    Attributes:
+        scope: The step of the whole model.
+        reads: How each of the module's own parameters is read.
+        attributes: The attributes that regions change.
+        role: A linear's role in its region, or a region's own context.
+        plan: The plan in force (root module only).
+        mesh_sizes: Sizes of the data-parallel and the tensor-parallel axis (root module only).
+    """
+
+    scope: Scope
+    reads: dict[str, LocalRead] = field(default_factory=dict)
+    attributes: list[LocalAttributes] = field(default_factory=list)
+    role: Any = None
+    plan: ShardingPlan | None = None
+    mesh_sizes: tuple[int, int] = (1, 1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
+        return self
+
+
+class ParallelModule(nn.Module):
+    """Base of the generated classes; ``_parallel`` is the module's :class:`ParallelState`."""
+
+    _parallel: ParallelState
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._parallel.scope:
+            return super().__call__(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Copying keeps the class; pickling would have to find a class that exists only in this process.
+        if protocol == 4 or not isinstance(protocol, int):
+            return super().__reduce_ex__(protocol)
+        raise TypeError(
+            f"A tensor-parallel {type(self).__name__} cannot be pickled. Save its state_dict() or use the Trainer's "
+            "checkpoints."
+        )
+
+
+def parallel_state(module: nn.Module) -> ParallelState | None:
+    """The state of a rewritten module, None for any other."""
+    return vars(module).get("_parallel")
+
+
+def rewrite(module: nn.Module, state: ParallelState, mixins: tuple[type, ...] = ()) -> None:
+    """Make ``module`` read its parameters and attributes through ``state``."""
+    names = tuple(sorted(state.reads))
+    changed = tuple(sorted({name for attributes in state.attributes for name in attributes.values}))
+    module.__dict__["_parallel"] = state
+    module.__class__ = _parallel_class(type(module), mixins, names, changed)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _parallel_class(
+    base: type[nn.Module], mixins: tuple[type, ...], parameters: tuple[str, ...], attributes: tuple[str, ...]
+) -> type[nn.Module]:
+    members: dict[str, Any] = {"__module__": base.__module__, "__qualname__": f"Parallel{base.__qualname__}"}
+    members |= {name: _parameter_property(name) for name in parameters}
+    members |= {name: _attribute_property(name) for name in attributes}
+    if issubclass(base, nn.RNNBase):
+        members["_flat_weights"] = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
+    return type(f"Parallel{base.__name__}", (*mixins, ParallelModule, base), members)
+
+
+def _parameter_property(name: str) -> property:
+    def read(self: ParallelModule) -> Any:
+        parameter = self._parameters[name]
+        state = self._parallel
+        return state.reads[name](parameter) if parameter is not None and state.scope.active else parameter
+
+    return property(read)
+
+
+def _attribute_property(name: str) -> property:
+    def read(self: ParallelModule) -> Any:
+        for attributes in self._parallel.attributes:
+            if attributes.scope.active and name in attributes.values:
+                return attributes.values[name]
+        return self.__dict__[name]
+
+    def write(self: ParallelModule, value: Any) -> None:
+        self.__dict__[name] = value
+
+    return property(read, write)
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """The part of ``parameter`` that this rank holds, outside of autograd."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else torch.Tensor.detach(parameter)

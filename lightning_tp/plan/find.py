@@ -1,0 +1,356 @@
+"""Find a plan: probe the model, localize and prove every candidate, replicate the rest."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tp.errors import ParallelConfigError, PlanError
+from lightning_tp.plan.probe import Candidate, Misfit, Probe, SplittableLinear, probe
+from lightning_tp.plan.prove import NotProven, RegionProof
+from lightning_tp.plan.sharding_plan import AttributeChange, Region, Replicated, ShardingPlan, SizeRule
+from lightning_tp.plan.state import module_state_kept, random_state_kept
+from lightning_tp.plan.trace import attribute_names
+
+Unsplittable = Literal["error", "replicate"]
+
+_LARGEST_CHANGE = 4
+_MOST_TRIALS = 400
+
+
+def find_plan(
+    model: nn.Module,
+    example_inputs: Any,
+    tensor_parallel_size: int,
+    *,
+    styles: Mapping[str, str] | None = None,
+    unsplittable: Unsplittable = "error",
+) -> ShardingPlan:
+    """Find what of ``model`` can be split over ``tensor_parallel_size`` ranks, and prove it.
+
+    The model is run in training mode with randomness switched off. Its parameters, gradients, buffers and other
+    state, and all random state, are afterwards what they were.
+
+    Args:
+        model: Any module; its parameters must hold values.
+        example_inputs: A tensor, a tuple of arguments, a dict of keyword arguments, or a callable without arguments
+            that runs the model and returns what is computed from it.
+        tensor_parallel_size: Ranks that share the model.
+        styles: Module name patterns (``*`` matches anything) to "column", "row" or "replicate". If given, only
+            linears matched as column or row are split, and each of them must be.
+        unsplittable: What to do with linears that other sizes could split but not this one.
+
+    Raises:
+        ParallelConfigError: the model does not run, or (``unsplittable="error"``) the size does not fit it.
+        PlanError: a pattern of ``styles`` matches nothing or cannot be followed.
+    """
+    started = time.perf_counter()
+    _check_model(model)
+    run = _runner(model, example_inputs)
+    with random_state_kept(), module_state_kept(model), _training_with_gradients(model):
+        with randomised_parameters(model):
+            try:
+                found = probe(model, run, tensor_parallel_size)
+            except ParallelConfigError:
+                raise
+            except Exception as error:
+                raise ParallelConfigError(
+                    f"The model could not be run once to plan its split: {type(error).__name__}: {error}. "
+                    "Check the example input, or give the strategy a saved plan."
+                ) from error
+        if styles is not None:
+            _restrict(found, styles)
+        elif found.misfits and unsplittable == "error":
+            raise ParallelConfigError(_misfit_message(found.misfits, tensor_parallel_size))
+        regions = _regions(model, found, tensor_parallel_size, run)
+    split = {name for region in regions for name in (*(column.module for column in region.columns), *region.rows)}
+    if styles is not None:
+        _check_styles_followed(found, styles, regions)
+    return ShardingPlan(
+        tensor_parallel_size=tensor_parallel_size,
+        regions=tuple(regions),
+        replicated=tuple(
+            Replicated(name, linear.parameters, found.reasons.get(name, "not split"))
+            for name, linear in found.linears.items()
+            if name not in split
+        ),
+        split_parameters=_split_parameters(regions, found.linears),
+        matmul_parameters=sum(linear.parameters for linear in found.linears.values()),
+        found_in_seconds=round(time.perf_counter() - started, 3),
+    )
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ParallelConfigError(f"{name} is a lazy parameter: run the model once before it is split.")
+        if parameter.is_meta:
+            raise ParallelConfigError(f"{name} is on the meta device: give it values before the model is split.")
+        if type(parameter) is not nn.Parameter:
+            raise ParallelConfigError(
+                f"{name} is a {type(parameter).__name__}: the model is already parallelized or quantized. "
+                "Give the strategy the plain model."
+            )
+
+
+def _runner(model: nn.Module, example_inputs: Any) -> Callable[[], Any]:
+    if isinstance(example_inputs, Tensor):
+        return lambda: model(example_inputs)
+    if isinstance(example_inputs, Mapping):
+        return lambda: model(**example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return lambda: model(*example_inputs)
+    if callable(example_inputs):
+        return example_inputs
+    raise ParallelConfigError(
+        "example_inputs must be a tensor, a tuple of arguments, a dict of keyword arguments or a callable that runs "
+        f"the model, not {type(example_inputs).__name__}."
+    )
+
+
+@contextmanager
+def _training_with_gradients(model: nn.Module) -> Iterator[None]:
+    """Frozen parameters count as well: they may be unfrozen later."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        for parameter in frozen:
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def randomised_parameters(model: nn.Module) -> Iterator[None]:
+    """Small vectors (biases, gains, scales) stand at random values: a zero among them would hide what depends on it."""
+    generator = torch.Generator().manual_seed(0)
+    changed: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    stand_ins: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or parameter.dim() > 1 or not parameter.is_floating_point():
+                continue
+            if id(parameter) not in stand_ins:
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                stand_ins[id(parameter)] = nn.Parameter(parameter.detach() + 0.1 * noise)
+            changed.append((module._parameters, key, parameter))
+    try:
+        for parameters, key, parameter in changed:
+            parameters[key] = stand_ins[id(parameter)]
+        yield
+    finally:
+        for parameters, key, parameter in changed:
+            parameters[key] = parameter
+
+
+def _regions(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) -> list[Region]:
+    """The candidates that can be proven, in the order of the run; the others get a reason."""
+    by_module: dict[str, list[Candidate]] = {}
+    for candidate in found.candidates:
+        by_module.setdefault("" if candidate.call is None else candidate.call.name, []).append(candidate)
+    regions: list[Region] = []
+    for candidates in by_module.values():
+        proven = [_proven(model, found, [candidate], size, run) for candidate in candidates]
+        if len(candidates) > 1 and any(isinstance(way, str) or way.attributes or way.sizes for way in proven):
+            # Changes for one region reach the code of the others in the same module: they are proven together.
+            together = _proven(model, found, candidates, size, run)
+            if isinstance(together, _Way):
+                proven = [together] * len(candidates)
+            else:
+                proven = [
+                    way
+                    if isinstance(way, str) or way.found_by == "as is"
+                    else f"with the rest of its module: {together}"
+                    for way in proven
+                ]
+        for candidate, way in zip(candidates, proven, strict=True):
+            if isinstance(way, str):
+                for name in (*(column.module for column in candidate.columns), *candidate.rows):
+                    found.reasons[name] = way
+                continue
+            regions.append(
+                Region(
+                    module="" if candidate.call is None else candidate.call.name,
+                    columns=candidate.columns,
+                    rows=candidate.rows,
+                    inputs=candidate.inputs,
+                    partial=candidate.partial,
+                    random=candidate.random,
+                    **vars(way),
+                )
+            )
+    return regions
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A proven way to run a region's code on one rank's share; the fields are those of :class:`Region`."""
+
+    attributes: tuple[AttributeChange, ...]
+    sizes: tuple[SizeRule, ...]
+    found_by: str
+    error: float
+
+
+def _proven(
+    model: nn.Module, found: Probe, candidates: list[Candidate], size: int, run: Callable[[], Any]
+) -> _Way | str:
+    """A way in which all ``candidates`` (of one module) are proven together, or why there is none."""
+    candidate = candidates[0]
+    for other in candidates[1:]:
+        candidate = replace(
+            candidate,
+            columns=candidate.columns + other.columns,
+            rows=candidate.rows + other.rows,
+            partial=candidate.partial + other.partial,
+        )
+    try:
+        proof = RegionProof(model, found.linears, candidate, size, run)
+    except NotProven as error:
+        return str(error)
+    except Exception as error:
+        return f"its module does not run by itself: {type(error).__name__}: {error}"
+    last = "no share of its code fits"
+    for attributes, rescale in _ways(model, candidate, proof, found.linears):
+        try:
+            difference, rules = proof.check(attributes, rescale)
+        except NotProven as failure:
+            last = str(failure)
+            continue
+        except Exception as failure:
+            first_line = (str(failure).splitlines() or [""])[0]
+            last = f"{type(failure).__name__}: {first_line}"[:160]
+            continue
+        sizes = rules if any(rule.factor > 1 for rule in rules) else ()
+        found_by = "sizes" if sizes else "attributes" if attributes else "as is"
+        return _Way(attributes, sizes, found_by, difference)
+    return f"one rank's share could not be proven equal: {last}"
+
+
+def _ways(
+    model: nn.Module, candidate: Candidate, proof: RegionProof, linears: Mapping[str, SplittableLinear]
+) -> Iterator[tuple[tuple[AttributeChange, ...], bool]]:
+    """Ways to run the region's code on one rank's share, simplest first."""
+    yield (), False
+    if candidate.call is None:
+        return
+    changes = _attribute_changes(model, candidate, proof, linears)
+    trials = 1
+    for number in range(1, _LARGEST_CHANGE + 1):
+        for chosen in itertools.combinations(changes, number):
+            if len({(change.module, change.attribute) for change in chosen}) < number:
+                continue
+            if trials == _MOST_TRIALS:
+                break
+            trials += 1
+            yield chosen, False
+    yield (), True
+
+
+def _attribute_changes(
+    model: nn.Module, candidate: Candidate, proof: RegionProof, linears: Mapping[str, SplittableLinear]
+) -> list[AttributeChange]:
+    """Integers of the region's modules (or of their configuration objects) that may count what is split."""
+    size = proof.size
+    factors = {size}
+    for column in candidate.columns:
+        whole, share = linears[column.module].output_features, len(column.row_indices(0))
+        if whole % share == 0:
+            factors.add(whole // share)
+    mentioned: list[AttributeChange] = []
+    others: list[AttributeChange] = []
+    for module in proof.module.modules():
+        name = proof.names[id(module)]
+        if name in linears:
+            continue
+        words = attribute_names(module)
+        for key, value in vars(module).items():
+            if key.startswith("_") or key == "training":
+                continue
+            for attribute, number in _integers(key, value):
+                for factor in sorted(factors, reverse=True):
+                    if factor > 1 and number > 1 and number % factor == 0:
+                        into = mentioned if attribute.rpartition(".")[2] in words else others
+                        into.append(AttributeChange(name, attribute, number // factor))
+    heads_first = sorted(mentioned, key=lambda change: ("head" not in change.attribute, "." in change.attribute))
+    return heads_first + sorted(others, key=lambda change: ("head" not in change.attribute, "." in change.attribute))
+
+
+def _integers(key: str, value: Any) -> Iterator[tuple[str, int]]:
+    if type(value) is int:
+        yield key, value
+    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type)) and not callable(value):
+        for field, entry in vars(value).items():
+            if type(entry) is int and not field.startswith("_"):
+                yield f"{key}.{field}", entry
+
+
+def _misfit_message(misfits: list[Misfit], size: int) -> str:
+    legal = set(misfits[0].legal_sizes)
+    for misfit in misfits:
+        legal &= set(misfit.legal_sizes)
+    shown = [f"{', '.join(m.columns)} -> {', '.join(m.rows)}: {list(m.legal_sizes)}" for m in misfits[:4]]
+    more = f" (and {len(misfits) - 4} more)" if len(misfits) > 4 else ""
+    return (
+        f"tensor_parallel_size={size} does not fit this model: attention heads or features of some linears are not "
+        f"divisible by it. Legal sizes: {sorted(legal)}. Limited by: {'; '.join(shown)}{more}. Change "
+        'tensor_parallel_size, or pass unsplittable="replicate" to keep these linears whole on every rank.'
+    )
+
+
+def _style_of(name: str, styles: Mapping[str, str]) -> str | None:
+    return next((style for pattern, style in styles.items() if fnmatchcase(name, pattern)), None)
+
+
+def _restrict(found: Probe, styles: Mapping[str, str]) -> None:
+    """Keep the candidates that ``styles`` asks for."""
+    unknown = sorted({style for style in styles.values()} - {"column", "row", "replicate"})
+    if unknown:
+        raise PlanError(f'Unknown style {unknown[0]!r} in the plan. Legal: "column", "row", "replicate".')
+    for pattern in styles:
+        if not any(fnmatchcase(name, pattern) for name in found.linears):
+            near = ", ".join(list(found.linears)[:8])
+            raise PlanError(
+                f"The pattern {pattern!r} of the plan matches no linear of the model. Its linears are: {near}"
+                f"{', ...' if len(found.linears) > 8 else ''}. Change the pattern, or leave it out."
+            )
+    for candidate in list(found.candidates):
+        roles = {column.module: "column" for column in candidate.columns} | dict.fromkeys(candidate.rows, "row")
+        if any(_style_of(name, styles) != role for name, role in roles.items()):
+            found.candidates.remove(candidate)
+            for name in roles:
+                found.reasons[name] = "the given plan does not split its group"
+
+
+def _check_styles_followed(found: Probe, styles: Mapping[str, str], regions: list[Region]) -> None:
+    columns = {column.module for region in regions for column in region.columns}
+    rows = {row for region in regions for row in region.rows}
+    for name in found.linears:
+        style = _style_of(name, styles)
+        if (style == "column" and name not in columns) or (style == "row" and name not in rows):
+            raise PlanError(
+                f"The plan asks for {name} as {style}, but that split was not found or not proven: "
+                f"{found.reasons.get(name, 'it has another role')}. Change the plan for {name}."
+            )
+
+
+def _split_parameters(regions: list[Region], linears: Mapping[str, SplittableLinear]) -> int:
+    total = 0
+    for region in regions:
+        total += sum(linears[column.module].parameters for column in region.columns if column.is_sharded)
+        total += sum(linears[name].weight.numel() for name in region.rows)
+    return total

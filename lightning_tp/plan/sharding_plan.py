@@ -1,0 +1,294 @@
+"""The sharding plan: which parameters are split along which dim, and where data is copied or reduced."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_tp.errors import PlanError
+
+FORMAT_VERSION = 1
+
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open ranges ``(start, stop)`` of the output rows of a linear, ascending."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A linear split over its output features.
+
+    Attributes:
+        module: Name of the module in the model.
+        rows: For each rank the ranges of output rows that it computes. Disjoint and covering all rows: the weight is
+            sharded. Overlapping: every rank holds the whole weight, computes the rows that it needs, and the weight
+            gradients are summed over the ranks (keys and values of multi-query attention).
+    """
+
+    module: str
+    rows: tuple[Ranges, ...]
+
+    def row_indices(self, rank: int) -> list[int]:
+        """The output rows of ``rank``, ascending."""
+        return [row for start, stop in self.rows[rank] for row in range(start, stop)]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no row belongs to two ranks."""
+        ranges = sorted(pair for per_rank in self.rows for pair in per_rank)
+        return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
+
+
+@dataclass(frozen=True)
+class AttributeChange:
+    """An integer that the region's own code reads, and its value on one rank.
+
+    Attributes:
+        module: Module that holds the attribute.
+        attribute: ``"num_heads"``, or ``"config.num_heads"`` for a field of a configuration object (which is copied).
+        value: Value on each rank, in force while the region runs.
+    """
+
+    module: str
+    attribute: str
+    value: int
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """How one call that names sizes (view, split, slice, ...) is changed because its tensor is split.
+
+    Attributes:
+        function: Name of the called function, for checking that the code still does what was proven.
+        dim: Dim of the called tensor that is split.
+        factor: Global size of that dim divided by its size on one rank; 1 where the tensor is not split.
+        output_dim: Dim of the result whose requested size is divided by ``factor``.
+    """
+
+    function: str
+    dim: int
+    factor: int
+    output_dim: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """Column-parallel linears, what is computed on their sharded outputs, and the row-parallel linears that consume it.
+
+    One copy in for each distinct input of the columns, one reduce out for each row.
+
+    Attributes:
+        module: The module whose forward holds the region ("" is the root).
+        columns: The column-parallel linears.
+        rows: Names of the row-parallel linears; rank r holds the r-th chunk of their input features.
+        inputs: The names of the columns, grouped by the input tensor that they share, in the order of their calls.
+        partial: Parameters used inside the region that are not sharded: their gradients are summed over the ranks.
+        attributes: Integers that are changed for one rank's share.
+        sizes: For each call that names sizes, in order, its rule. Empty: the code runs as it is.
+        random: Whether random numbers are drawn inside the region (dropout): they then differ between ranks.
+        found_by: How the local code was found: "as is", "attributes" or "sizes".
+        error: Largest relative difference of the proof, over outputs and gradients.
+    """
+
+    module: str
+    columns: tuple[Column, ...]
+    rows: tuple[str, ...]
+    inputs: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...] = ()
+    attributes: tuple[AttributeChange, ...] = ()
+    sizes: tuple[SizeRule, ...] = ()
+    random: bool = False
+    found_by: str = "as is"
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A linear that every rank holds whole, and why.
+
+    Attributes:
+        module: Name of the linear.
+        parameters: Number of its parameters.
+        reason: Why it is not split.
+    """
+
+    module: str
+    parameters: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How one model is split over ``tensor_parallel_size`` ranks.
+
+    Attributes:
+        tensor_parallel_size: Ranks that share the model.
+        regions: The parts that are split, in the order in which the model runs them.
+        replicated: The linears that are not split, with reasons.
+        split_parameters: Parameters of the whole model that are split.
+        matmul_parameters: Parameters of all linears, split or not.
+    """
+
+    tensor_parallel_size: int
+    regions: tuple[Region, ...] = ()
+    replicated: tuple[Replicated, ...] = ()
+    split_parameters: int = 0
+    matmul_parameters: int = 0
+    found_in_seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def split_share(self) -> float:
+        """Share of the parameters of linears that is split, 0 to 1."""
+        if not self.matmul_parameters:
+            return 0.0
+        return 1.0 - sum(entry.parameters for entry in self.replicated) / self.matmul_parameters
+
+    @property
+    def all_reduces_per_step(self) -> int:
+        """All-reduces of one forward and backward: one per row forward, one per shared input and partial backward."""
+        return sum(
+            len(region.rows)
+            + len(region.inputs)
+            + len(region.partial)
+            + sum(not column.is_sharded for column in region.columns)
+            for region in self.regions
+        )
+
+    def columns(self) -> Iterator[tuple[Region, Column]]:
+        for region in self.regions:
+            for column in region.columns:
+                yield region, column
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers, numbers and strings, as they stand in the YAML file."""
+        return {"version": FORMAT_VERSION, **_plain(dataclasses.asdict(self))}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ShardingPlan:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            PlanError: the data is not a plan of this version.
+        """
+        if not isinstance(data, Mapping) or data.get("version") != FORMAT_VERSION:
+            found = data.get("version") if isinstance(data, Mapping) else type(data).__name__
+            raise PlanError(
+                f"This is no sharding plan of version {FORMAT_VERSION} (found: {found}). "
+                "Write one with ShardingPlan.save."
+            )
+        try:
+            return cls(
+                tensor_parallel_size=int(data["tensor_parallel_size"]),
+                regions=tuple(_region(entry) for entry in data["regions"]),
+                replicated=tuple(Replicated(**entry) for entry in data["replicated"]),
+                split_parameters=int(data["split_parameters"]),
+                matmul_parameters=int(data["matmul_parameters"]),
+                found_in_seconds=float(data.get("found_in_seconds", 0.0)),
+            )
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"The sharding plan is incomplete or has unknown fields: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as YAML; the file appears whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        partial.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None))
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:
+        """Read a plan written by :meth:`save`.
+
+        Raises:
+            PlanError: no such file, or not a plan.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise PlanError(f"There is no plan file {path}. Write one with ShardingPlan.save(path).")
+        try:
+            data = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise PlanError(f"The plan file {path} is not YAML: {error}") from error
+        return cls.from_dict(data)
+
+    def describe(self) -> str:
+        """The plan as a table: each region with what is split and how it was proven, then what stays whole and why."""
+        lines = [
+            f"Sharding plan for {self.tensor_parallel_size} ranks: {self.split_share:.1%} of the parameters of linears "
+            f"are split, in {len(self.regions)} regions, {self.all_reduces_per_step} all-reduces per step"
+        ]
+        rows: list[tuple[str, ...]] = [("region", "column", "row", "local code", "proof error")]
+        rows += [
+            (
+                region.module or "(root)",
+                " ".join(_relative(column.module, region.module) for column in region.columns),
+                " ".join(_relative(row, region.module) for row in region.rows),
+                _local_code(region),
+                f"{region.error:.0e}",
+            )
+            for region in self.regions
+        ]
+        lines += _aligned(rows)
+        if self.replicated:
+            lines.append("Not split:")
+            lines += _aligned(
+                [(entry.module, f"{entry.parameters:,} parameters", entry.reason) for entry in self.replicated]
+            )
+        return "\n".join(lines)
+
+
+def ranges_of(indices: Sequence[int]) -> Ranges:
+    """Ascending ``indices`` as half-open ranges."""
+    ranges: list[tuple[int, int]] = []
+    for index in indices:
+        if ranges and ranges[-1][1] == index:
+            ranges[-1] = (ranges[-1][0], index + 1)
+        else:
+            ranges.append((index, index + 1))
+    return tuple(ranges)
+
+
+def _region(data: Mapping[str, Any]) -> Region:
+    fields = dict(data)
+    fields["columns"] = tuple(
+        Column(entry["module"], tuple(tuple((int(a), int(b)) for a, b in ranges) for ranges in entry["rows"]))
+        for entry in data["columns"]
+    )
+    fields["rows"] = tuple(data["rows"])
+    fields["inputs"] = tuple(tuple(names) for names in data["inputs"])
+    fields["partial"] = tuple(data["partial"])
+    fields["attributes"] = tuple(AttributeChange(**entry) for entry in data["attributes"])
+    fields["sizes"] = tuple(SizeRule(**entry) for entry in data["sizes"])
+    return Region(**fields)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _relative(name: str, parent: str) -> str:
+    return name.removeprefix(f"{parent}.") if parent else name
+
+
+def _local_code(region: Region) -> str:
+    if region.attributes:
+        return ", ".join(f"{change.attribute}={change.value}" for change in region.attributes)
+    return "sizes rescaled" if region.sizes else "as is"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

@@ -1,0 +1,191 @@
+"""Watching a model run: which linear is called on which tensor, inside which module, with randomness switched off."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_tp.plan.linears import weight_operand
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+    torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
+}  # fmt: skip
+_NATIVE_DROPOUTS = {
+    torch.dropout,
+    torch.dropout_,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+    torch.feature_alpha_dropout,
+}
+
+
+def without_randomness(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """The arguments of a call with its dropout switched off, and whether it would have dropped anything."""
+    if function in _DROPOUTS:
+        native = function in _NATIVE_DROPOUTS
+        names = ("input", "p", "train") if native else ("input", "p", "training")
+        values = dict(zip(names, args, strict=False)) | kwargs
+        training = values.get(names[2], True)
+        probability = values.get("p", 0.5)
+        off = {**values, names[2]: False}
+        off.pop("inplace", None)
+        if native:
+            return (off["input"], probability, False), {}, bool(training and probability > 0)
+        return (), off, bool(training and probability > 0)
+    if function is F.scaled_dot_product_attention:
+        if len(args) > 4:
+            return (*args[:4], 0.0, *args[5:]), kwargs, args[4] > 0
+        return args, {**kwargs, "dropout_p": 0.0}, kwargs.get("dropout_p", 0.0) > 0
+    return args, kwargs, False
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module's forward: its arguments, for running it again."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    training: bool
+
+
+@dataclass
+class LinearCall:
+    """One product with a weight of the model.
+
+    Attributes:
+        index: Position among the linear calls of the run.
+        owner: The module that holds the weight, if its own forward made the call, else None.
+        weight: The weight as it is known in the model.
+        x: The input ``[..., in]``, attached to the graph that leads back to earlier cuts.
+        y: The output ``[..., out]``, cut: a leaf of the graph.
+        stack: The module calls around it, outermost first, without the linear's own.
+        random_before: Dropouts that the run had met when this call came.
+    """
+
+    index: int
+    owner: str | None
+    weight: nn.Parameter
+    x: Tensor
+    y: Tensor
+    stack: tuple[ModuleCall, ...]
+    random_before: int
+
+
+@dataclass
+class Run:
+    """What a traced run has shown."""
+
+    calls: list[LinearCall] = field(default_factory=list)
+    foreign_uses: set[int] = field(default_factory=set)
+    """ids of the weights that something else than their own linear reads."""
+    random_calls: int = 0
+    outputs: Any = None
+
+
+class LinearTrace(TorchFunctionMode):
+    """Records a run, and cuts the autograd graph at the output of every linear.
+
+    The cut outputs are random numbers of unit scale, so that what the later computation depends on shows in its
+    gradients whatever the weights are (zero-initialised projections and gates included). Gradients are recorded even
+    where the model switches them off, and ``detach`` passes them, since a value that is used without a gradient is
+    used all the same.
+    """
+
+    def __init__(self, weights: dict[int, nn.Parameter], seed: int = 0) -> None:
+        super().__init__()
+        self.run = Run()
+        self.stack: list[ModuleCall] = []
+        self._weights = weights
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._seed = seed
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") in ("__get__", "__set__"):
+            return function(*args, **kwargs)
+        args, kwargs, random = without_randomness(function, args, kwargs)
+        self.run.random_calls += random
+        operands = weight_operand(function, args, kwargs)
+        weight = operands[1] if operands is not None else None
+        own = self._weights.get(id(weight)) if weight is not None else None
+        for value in (*args, *kwargs.values()):
+            for entry in value if isinstance(value, (list, tuple)) else (value,):
+                if id(entry) in self._weights and entry is not own and isinstance(entry, nn.Parameter):
+                    self.run.foreign_uses.add(id(entry))
+        with torch.enable_grad():
+            if function is Tensor.detach:
+                return args[0].view_as(args[0])
+            result = function(*args, **kwargs)
+        if own is None or operands is None:
+            return result
+        return self._cut(own, operands[0], result)
+
+    def _cut(self, weight: nn.Parameter, x: Tensor, result: Tensor) -> Tensor:
+        caller = self.stack[-1] if self.stack else None
+        is_own = caller is not None and caller.module._parameters.get("weight") is weight
+        y = torch.randn(
+            result.shape, dtype=result.dtype, device=result.device, generator=self._generator(result.device)
+        ).requires_grad_(True)
+        self.run.calls.append(
+            LinearCall(
+                index=len(self.run.calls),
+                owner=caller.name if is_own and caller is not None else None,
+                weight=weight,
+                x=x,
+                y=y,
+                stack=tuple(self.stack[:-1] if is_own else self.stack),
+                random_before=self.run.random_calls,
+            )
+        )
+        return y.clone()
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+@contextmanager
+def module_calls(model: nn.Module, stack: list[ModuleCall]) -> Iterator[None]:
+    """Keep ``stack`` equal to the module calls that are running, outermost first."""
+    handles = []
+    for name, module in model.named_modules():
+
+        def enter(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            stack.append(ModuleCall(name, module, args, kwargs, module.training))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            stack.pop()
+
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        stack.clear()
+
+
+def attribute_names(module: nn.Module) -> set[str]:
+    """The attribute names that the methods of ``module``'s class mention."""
+    names: set[str] = set()
+    for _, method in inspect.getmembers(type(module), inspect.isfunction):
+        if not method.__module__.startswith("torch.nn.modules.module"):
+            names.update(method.__code__.co_names)
+    return names

@@ -1,0 +1,456 @@
+"""The Lightning strategy: Lightning's hooks in Lightning's order, no tensor math."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.distributed import group as _group
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_tp.checkpoint.consolidated import (
+    distribute_optimizer_state,
+    distribute_state_dict,
+    full_optimizer_state,
+    full_state_dict,
+)
+from lightning_tp.data_parallel import shard_data_parallel
+from lightning_tp.errors import ParallelConfigError, raise_on_rank_zero, run_on_rank_zero
+from lightning_tp.failure import Watchdog
+from lightning_tp.launcher import ScriptLauncher
+from lightning_tp.layout import DATA_AXIS, TENSOR_AXIS, AxisSize, ParallelLayout
+from lightning_tp.parallel.apply import check_plan, parallelize, refuse_hidden_references
+from lightning_tp.parallel.local_parameters import local_tensor, parallel_state
+from lightning_tp.plan.example import example_run
+from lightning_tp.plan.find import Unsplittable, find_plan
+from lightning_tp.plan.sharding_plan import ShardingPlan
+
+SUPPORTED_PRECISION = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+PlanSource = Literal["auto"] | str | os.PathLike[str] | Mapping[str, str] | ShardingPlan
+
+
+@dataclass(frozen=True)
+class ParameterSummary:
+    """Numbers of parameter elements.
+
+    Attributes:
+        total: Of the whole model.
+        per_rank: Held by this rank.
+        split: Of the whole model, split over the ``tp`` axis.
+        split_share: Share of the parameters of linears that is split, 0 to 1.
+    """
+
+    total: int
+    per_rank: int
+    split: int
+    split_share: float
+
+
+class TensorParallelStrategy(ParallelStrategy):
+    """Train any LightningModule tensor-parallel, and data-parallel around it.
+
+    The module is written for one device. Before training, its split is found and proven (:func:`find_plan`) on rank
+    zero and applied on every rank; what cannot be proven equal stays whole. Tensor-parallel peers work on the same
+    batch; data-parallel ranks on their share of it.
+
+    Args:
+        tensor_parallel_size: Ranks that share one copy of the model. "auto" takes what ``data_parallel_size`` leaves;
+            with both "auto" it is the devices of one node.
+        data_parallel_size: Copies of the model, each sharded by FSDP2. "auto" takes what ``tensor_parallel_size``
+            leaves; with both "auto" it is the number of nodes.
+        plan: "auto" finds one; a path or a :class:`ShardingPlan` is used as it is, without running the model; a
+            mapping of module name patterns to "column", "row" or "replicate" is found and proven within these limits.
+        unsplittable: "error" refuses a model of which some linears could be split at other sizes only; "replicate"
+            keeps them whole.
+        timeout: Seconds after which a collective that does not end is an error.
+        process_group_backend: "nccl", "gloo", ...; by default what fits the device.
+        start_method: "popen" runs the script again for every rank; "fork", "spawn" and "forkserver" start processes of
+            Python's multiprocessing ("fork" for notebooks).
+
+    Raises:
+        ParallelConfigError: the sizes do not fit the ranks, the devices or the model, before training begins.
+    """
+
+    strategy_name = "tensor_parallel"
+
+    def __init__(
+        self,
+        tensor_parallel_size: AxisSize = "auto",
+        data_parallel_size: AxisSize = "auto",
+        plan: PlanSource = "auto",
+        unsplittable: Unsplittable = "error",
+        timeout: float = 1800.0,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if unsplittable not in ("error", "replicate"):
+            raise ParallelConfigError(f'unsplittable must be "error" or "replicate", not {unsplittable!r}.')
+        if start_method not in ("popen", "spawn", "fork", "forkserver"):
+            raise ParallelConfigError(
+                f'start_method must be "popen", "spawn", "fork" or "forkserver", not {start_method!r}.'
+            )
+        if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or timeout <= 0:
+            raise ParallelConfigError(f"timeout must be a positive number of seconds, not {timeout!r}.")
+        self.num_nodes = 1
+        self._tensor_parallel_size, self._data_parallel_size = tensor_parallel_size, data_parallel_size
+        self._plan_source = plan
+        self._unsplittable: Unsplittable = unsplittable
+        self._timeout = timedelta(seconds=timeout)
+        self._process_group_backend = process_group_backend
+        self._start_method = start_method
+        self._layout: ParallelLayout | None = None
+        self._device_mesh: DeviceMesh | None = None
+        self._plan: ShardingPlan | None = None
+        self._watchdog: Watchdog | None = None
+        self._refusing = False
+
+    # What the strategy is
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The sizes of the mesh axes; known as soon as the Trainer exists."""
+        if self._layout is None:
+            raise RuntimeError("The layout is known once the Trainer has been created with this strategy.")
+        return self._layout
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh with the axes ``dp_shard`` and ``tp``; known once processes run."""
+        if self._device_mesh is None:
+            raise RuntimeError("The device mesh exists once the processes run: in the setup hook and later.")
+        return self._device_mesh
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The plan in force; known after the strategy's setup."""
+        if self._plan is None:
+            raise RuntimeError("The plan is known after setup: in on_fit_start and later.")
+        return self._plan
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        return self.global_rank % self.layout.tensor_parallel_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.global_rank // self.layout.tensor_parallel_size
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning should inject distributed samplers: with one data-parallel rank the user's order holds."""
+        return self._layout is not None and self._layout.data_parallel_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.layout.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False
+
+    def parameter_summary(self) -> ParameterSummary:
+        """Numbers of parameters after the split."""
+        assert self.lightning_module is not None
+        parameters = list(self.lightning_module.parameters())
+        split = sum(p.numel() for p in parameters if isinstance(p, DTensor) and not p.placements[-1].is_replicate())
+        return ParameterSummary(
+            total=sum(p.numel() for p in parameters),
+            per_rank=sum(local_tensor(p).numel() for p in parameters),
+            split=split,
+            split_share=self.plan.split_share,
+        )
+
+    # Processes
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        try:
+            self._layout = ParallelLayout.resolve(
+                self._tensor_parallel_size, self._data_parallel_size, self.num_processes, self.num_nodes
+            )
+            self._check_precision()
+        except ParallelConfigError as error:
+            raise_on_rank_zero(error, self.node_rank * self.num_processes + self.local_rank)
+        if self._start_method == "popen":
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+
+    def _check_precision(self) -> None:
+        precision = self.precision_plugin.precision
+        if precision not in SUPPORTED_PRECISION:
+            raise ParallelConfigError(
+                f"Trainer(precision={precision!r}) is not supported with {type(self).__name__} yet. "
+                f"Supported: {', '.join(SUPPORTED_PRECISION)}."
+            )
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self._set_world_ranks()
+        assert self.cluster_environment is not None
+        device = self.root_device
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            device
+        )
+        _init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        if self._watchdog is None:
+            self._watchdog = Watchdog(self.global_rank, self.world_size)
+        self._watchdog.start()
+        if self._device_mesh is None:
+            self._device_mesh = self.layout.device_mesh(device.type)
+        self._share_random_state()
+
+    def _set_world_ranks(self) -> None:
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _share_random_state(self) -> None:
+        """Peers draw the same numbers from here on, also in a run that nobody seeded."""
+        python, numpy, cpu = self.broadcast((random.getstate(), np.random.get_state(), torch.get_rng_state()))
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if self.root_device.type == "cuda":
+            torch.cuda.set_rng_state(self.broadcast(torch.cuda.get_rng_state(self.root_device)), self.root_device)
+
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._watchdog is not None and not self._refusing:
+            self._watchdog.report_failure(exception)
+
+    # The model
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+
+        self._plan = self._agreed_plan(trainer)
+        parallelize(self.model, self.device_mesh, self._plan)
+        shard_data_parallel(self.model, self.device_mesh, _STEPS)
+        self._sync_metrics_over_data_parallel_ranks()
+
+        self._share_random_state()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _agreed_plan(self, trainer: pl.Trainer) -> ShardingPlan:
+        """Rank zero's plan, on every rank. A model that was split before keeps its plan."""
+        assert self.lightning_module is not None
+        state = parallel_state(self.lightning_module)
+        self._refusing = True
+        if state is not None:
+            plan = state.plan
+            if state.mesh_sizes != (self.layout.data_parallel_size, self.layout.tensor_parallel_size):
+                raise_on_rank_zero(
+                    ParallelConfigError(
+                        f"This model was split before for data_parallel_size x tensor_parallel_size = "
+                        f"{state.mesh_sizes[0]} x {state.mesh_sizes[1]}, and cannot be split again for "
+                        f"{self.layout.data_parallel_size} x {self.layout.tensor_parallel_size}. Build a new one and "
+                        "load a checkpoint into it."
+                    ),
+                    self.global_rank,
+                )
+        else:
+            plan = run_on_rank_zero(lambda: self._make_plan(trainer))
+        self._refusing = False
+        assert plan is not None
+        return plan
+
+    def _make_plan(self, trainer: pl.Trainer) -> ShardingPlan:
+        assert self.lightning_module is not None
+        module, size, source = self.lightning_module, self.layout.tensor_parallel_size, self._plan_source
+        refuse_hidden_references(module)
+        if isinstance(source, (ShardingPlan, os.PathLike)) or (isinstance(source, str) and source != "auto"):
+            plan = source if isinstance(source, ShardingPlan) else ShardingPlan.load(Path(source))
+            check_plan(module, plan, size)
+            return plan
+        if size == 1:
+            return ShardingPlan(tensor_parallel_size=1)
+        styles = None if isinstance(source, str) else source
+        return find_plan(module, example_run(trainer), size, styles=styles, unsplittable=self._unsplittable)
+
+    def _sync_metrics_over_data_parallel_ranks(self) -> None:
+        """Tensor-parallel peers hold the same samples: counting them once is counting over the data-parallel axis."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric) and module.process_group is None:
+                module.process_group = self._data_group
+
+    @contextmanager
+    def _step(self) -> Generator[None, None, None]:
+        """Code inside reads local parameters."""
+        assert self.lightning_module is not None
+        state = parallel_state(self.lightning_module)
+        assert state is not None
+        with state.scope:
+            yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().predict_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self._step():  # activation checkpointing runs the model again here
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    # Communication
+
+    @property
+    def _data_group(self) -> dist.ProcessGroup:
+        return self.device_mesh[DATA_AXIS].get_group()
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup:
+        return self.device_mesh[TENSOR_AXIS].get_group()
+
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not _distributed_is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src, group=_group.WORLD)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks: tensor-parallel peers hold copies of the same value."""
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group or self._data_group, reduce_op=reduce_op)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather ``[...]`` of each data-parallel rank into ``[data_parallel_size, ...]``."""
+        return super().all_gather(tensor, group=group or self._data_group, sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = _sync_ddp_if_available(votes, _group.WORLD, reduce_op="sum")
+        return bool(votes == self.world_size) if all else bool(votes > 0)
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole tensors, as one device would save them. Collective."""
+        assert self.lightning_module is not None
+        return full_state_dict(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        state_dict = distribute_state_dict(self.lightning_module, checkpoint["state_dict"])
+        self.lightning_module.load_state_dict(state_dict, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole tensors, as one device would save them. Collective."""
+        return full_optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state_dict in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(distribute_optimizer_state(optimizer, state_dict))
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
+            strategy_registry.register(
+                cls.strategy_name + suffix,
+                cls,
+                description=f"Tensor parallelism over the devices of a node, processes started by {start_method}",
+                override=True,
+                start_method=start_method,
+            )

@@ -1,0 +1,1 @@
+"""Language-model recipes, written as for one device."""

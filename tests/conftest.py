@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before torch is imported: two ranks on two cores, and sums in the same order on every machine.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+
+import pytest
+import torch
+
+from tests.distributed import RankPool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def ranks2() -> Iterator[RankPool]:
+    """Two gloo ranks; see `RankPool`."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def ranks4() -> Iterator[RankPool]:
+    """Four gloo ranks; see `RankPool`."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
