@@ -85,7 +85,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> nn.Mo
 
 
 def check_plan(model: nn.Module, plan: ShardingPlan, size: int) -> None:
-    """Raise a :class:`PlanError` unless ``plan`` names linears of ``model`` with the right shapes, for ``size`` ranks."""
+    """Raise a :class:`PlanError` unless ``plan`` fits the linears of ``model`` and ``size`` ranks."""
     if plan.tensor_parallel_size != size:
         raise PlanError(
             f"The plan is for tensor_parallel_size={plan.tensor_parallel_size}, this run has {size}. "

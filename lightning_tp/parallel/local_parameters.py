@@ -139,9 +139,16 @@ def _parameter_property(name: str) -> property:
     def read(self: ParallelModule) -> Any:
         parameter = self._parameters[name]
         state = self._parallel
-        return state.reads[name](parameter) if parameter is not None and state.scope.active else parameter
+        if parameter is None or not state.scope.active or _is_sharded_over_data(parameter):
+            return parameter
+        return state.reads[name](parameter)
 
     return property(read)
+
+
+def _is_sharded_over_data(parameter: Tensor) -> bool:
+    """Whether FSDP holds the parameter at this moment as a shard, on a mesh with its own axis."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1
 
 
 def _attribute_property(name: str) -> property:

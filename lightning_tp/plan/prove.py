@@ -118,7 +118,7 @@ class _RegionRun(TorchFunctionMode):
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], row: SplittableLinear, operands: Any
     ) -> Any:
         x, weight = operands
-        self.outputs[row.name] = row.adapter.product(x, weight if row.adapter.output_dim == 0 else weight)
+        self.outputs[row.name] = row.adapter.product(x, weight)
         if self.full_outputs is None:
             self.with_bias[row.name] = function(*args, **kwargs).detach()
         if len(self.outputs) == len(self.rows):
