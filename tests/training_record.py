@@ -112,8 +112,9 @@ def largest_difference(a: TrainingRecord, b: TrainingRecord) -> dict[str, float]
     }
 
 
-def relative(a: Tensor, b: Tensor) -> float:
+def relative(a: Tensor, b: Tensor, floor: float = 1e-30) -> float:
+    """``max|a - b| / max|b|``; below ``floor`` a value counts as zero but for rounding."""
     assert a.shape == b.shape
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+    return float((a - b).abs().max() / b.abs().max().clamp(min=floor))
 
 

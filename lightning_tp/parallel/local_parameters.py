@@ -131,7 +131,11 @@ def _parallel_class(
     members |= {name: _parameter_property(name) for name in parameters}
     members |= {name: _attribute_property(name) for name in attributes}
     if issubclass(base, nn.RNNBase):
-        members["_flat_weights"] = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
+        # It keeps a second list of its weights, and packs them: here they are read one by one.
+        members["_flat_weights"] = property(
+            lambda self: [getattr(self, name) for name in self._flat_weights_names], lambda self, weights: None
+        )
+        members["flatten_parameters"] = lambda self: None
     return type(f"Parallel{base.__name__}", (*mixins, ParallelModule, base), members)
 
 

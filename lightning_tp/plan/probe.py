@@ -257,9 +257,8 @@ class _Analysis:
             for rank in range(size):
                 for rows, more in zip(needed, self._rows_needed(x, rank, size, producers), strict=True):
                     rows[rank] |= more
-                dense = next((call.owner for call, rows in zip(outputs, needed, strict=True) if rows[rank].all()), None)
-                if dense is not None and size > 1:
-                    return [], f"every rank would need all outputs of {dense}"
+                if size > 1 and all(rows[rank].all() for rows in needed):
+                    return [], f"every rank would need all outputs of {_listed(call.owner for call in outputs[:3])}"
         columns = []
         for call, rows in zip(outputs, needed, strict=True):
             if not rows.any(0).all():
@@ -267,6 +266,8 @@ class _Analysis:
             if len(set(rows.sum(1).tolist())) > 1:
                 return [], f"the ranks would need unequal shares of the outputs of {call.owner}"
             columns.append(Column(str(call.owner), tuple(ranges_of(row.nonzero().flatten().tolist()) for row in rows)))
+        if not any(column.is_sharded for column in columns):
+            return [], f"the ranks would share outputs of all of {_listed(column.module for column in columns[:3])}"
         return columns, None
 
     def _rows_needed(self, x: Tensor, rank: int, size: int, producers: list[int]) -> list[Tensor]:

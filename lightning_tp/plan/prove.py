@@ -275,8 +275,12 @@ class RegionProof:
         worst = 0.0
         for name, output in full.outputs.items():
             worst = max(worst, _difference(output, [rank.outputs[name] for rank in ranks]))
+        grads = [grad for grad in (*full.input_grads, *full.parameter_grads.values()) if grad is not None]
+        # A gradient that is zero but for rounding (a key's bias under softmax) is compared with what rounding leaves.
+        largest = max(float(grad.abs().max()) for grad in grads if grad.numel())
+        floor = largest * 100 * torch.finfo(self.dtype).eps / TOLERANCE[self.dtype]
         for position, grad in enumerate(full.input_grads):
-            worst = max(worst, _difference(grad, [rank.input_grads[position] for rank in ranks]))
+            worst = max(worst, _difference(grad, [rank.input_grads[position] for rank in ranks], floor))
         index = {}
         for column in self.candidate.columns:
             linear = self.columns[column.module]
@@ -292,9 +296,8 @@ class RegionProof:
                 dim = whole_rows[name].adapter.input_dim
                 if any(share is None for share in per_rank):
                     raise NotProven(f"{name} has no gradient on some rank")
-                worst = max(worst, _difference(grad, [torch.cat([s for s in per_rank if s is not None], dim)]))
-                continue
-            worst = max(worst, _difference(grad, per_rank))
+                per_rank = [torch.cat([share for share in per_rank if share is not None], dim)]
+            worst = max(worst, _difference(grad, per_rank, floor))
         return worst
 
     @contextmanager
@@ -364,15 +367,18 @@ def _scattered(share: Tensor | None, whole: Tensor, dim: int, index: list[int]) 
     return torch.zeros_like(whole).index_add_(dim, torch.tensor(index, device=whole.device), share)
 
 
-def _difference(expected: Tensor | None, parts: Sequence[Tensor | None]) -> float:
-    """``max|sum(parts) - expected| / max|expected|``; infinite where shapes differ or only one side exists."""
+def _difference(expected: Tensor | None, parts: Sequence[Tensor | None], floor: float = 0.0) -> float:
+    """``max|sum(parts) - expected|`` relative to ``max(max|expected|, floor)``.
+
+    Infinite where shapes differ, only one side exists, or a number is not finite.
+    """
     present = [part for part in parts if part is not None]
     if expected is None or not present:
         return 0.0 if expected is None and not present else float("inf")
     if any(part.shape != expected.shape for part in present):
         return float("inf")
     difference = (torch.stack(present).sum(0) - expected).abs().max()
-    scale = expected.abs().max()
+    scale = expected.abs().max().clamp(min=floor)
     if not torch.isfinite(difference) or not torch.isfinite(scale):
         return float("inf")
     return float(difference / scale) if scale > 0 else float(difference)
