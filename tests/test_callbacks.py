@@ -29,8 +29,8 @@ from lightning_tp.callbacks import throughput as throughput_module
 from lightning_tp.callbacks.batch import concatenate, sample_count, token_count
 from lightning_tp.callbacks.closing_report import write_json
 from lightning_tp.callbacks.collectives import _KINDS
-from lightning_tp.callbacks.dropout_off import DropoutOff
 from lightning_tp.callbacks.step_recorder import StepRecorder, grad_norm
+from lightning_tp.dropout import DropoutOff
 from lightning_tp.layout import ParallelLayout
 from tests.distributed import RankPool
 

@@ -97,9 +97,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_fused_rows_are_those_of_the_rank_s_heads() -> None:
     (region,) = lightning_tp.find_plan(Stack(SelfAttention("split")).double(), inputs(), 2).regions
-    assert [column.rows for column in region.columns] == [
-        (((0, 8), (16, 24), (32, 40)), ((8, 16), (24, 32), (40, 48)))
-    ]
+    assert [column.rows for column in region.columns] == [(((0, 8), (16, 24), (32, 40)), ((8, 16), (24, 32), (40, 48)))]
     assert region.found_by == "sizes"
 
 

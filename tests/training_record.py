@@ -116,5 +116,3 @@ def relative(a: Tensor, b: Tensor, floor: float = 1e-30) -> float:
     """``max|a - b| / max|b|``; below ``floor`` a value counts as zero but for rounding."""
     assert a.shape == b.shape
     return float((a - b).abs().max() / b.abs().max().clamp(min=floor))
-
-

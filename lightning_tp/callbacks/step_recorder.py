@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_tp.callbacks.dropout_off import DropoutOff
 from lightning_tp.callbacks.run_info import TensorParallel, data_parallel
+from lightning_tp.dropout import DropoutOff
 from lightning_tp.layout import DATA_AXIS
 
 

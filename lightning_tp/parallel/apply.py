@@ -268,12 +268,12 @@ def _rewrite_modules(
             if parameter is not None:
                 holding = holdings[id(parameter)]
                 state.reads[key] = LocalRead(group, holding.partial, holding.indices if holding.read_rows else None)
-    modules_with_regions: dict[str, list[tuple[Region, Scope]]] = {}
+    modules_with_regions: dict[str, list[tuple[Region, Scope, RankRandomness | None]]] = {}
     device = next((local_tensor(p).device for p in model.parameters()), torch.device("cpu"))
     for region in plan.regions:
         region_scope = Scope()
-        modules_with_regions.setdefault(region.module, []).append((region, region_scope))
         randomness = RankRandomness(mesh.get_local_rank(), device, len(region.rows)) if region.random else None
+        modules_with_regions.setdefault(region.module, []).append((region, region_scope, randomness))
         for names in region.inputs:
             shared = SharedCopy(group, len(names))
             for name in names:
@@ -288,10 +288,11 @@ def _rewrite_modules(
                 LocalAttributes(region_scope, values)
             )
     for name, entries in modules_with_regions.items():
-        if len({region.sizes for region, _ in entries}) > 1:
+        if len({region.sizes for region, _, _ in entries}) > 1:
             raise PlanError(f"The regions of {name or 'the model'} must have the same rules for sizes.")
         state = states.setdefault(name, ParallelState(scope))
-        state.role = RegionRole(name, [s for _, s in entries], entries[0][0].sizes)
+        streams = [stream for _, _, stream in entries if stream is not None]
+        state.role = RegionRole(name, [scope for _, scope, _ in entries], entries[0][0].sizes, streams)
         mixins.setdefault(name, []).append(RegionModule)
     for name, state in states.items():
         rewrite(model.get_submodule(name), state, tuple(mixins.get(name, ())))

@@ -74,7 +74,7 @@ class ColumnParallel(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         role: ColumnRole = self._parallel.role
         y: Tensor = super().forward(role.shared(x), *args, **kwargs)
-        if role.randomness is not None:
+        if role.randomness is not None and self.training:
             role.randomness.enter()
         return y
 
@@ -95,11 +95,12 @@ class RowParallel(nn.Module):
 
 @dataclass(frozen=True)
 class RegionRole:
-    """A module whose forward holds regions: their scopes and their rules for sizes."""
+    """A module whose forward holds regions: their scopes, their rules for sizes, their random streams."""
 
     name: str
     scopes: Sequence[Scope]
     sizes: Sequence[SizeRule]
+    randomness: Sequence[RankRandomness]
 
 
 class RegionModule(nn.Module):
@@ -114,4 +115,6 @@ class RegionModule(nn.Module):
                 stack.enter_context(scope)
             if role.sizes:
                 stack.enter_context(RescaledSizes(role.name, role.sizes))
+            for randomness in role.randomness:
+                stack.callback(randomness.end)
             return super().__call__(*args, **kwargs)

@@ -24,7 +24,7 @@ class RankRandomness:
 
     def enter(self) -> None:
         """Called by every column; the first one switches."""
-        if self._common is not None or not torch.is_grad_enabled():
+        if self._common is not None:
             return
         generator = self._generator()
         if self._device.type == "cuda":
@@ -41,10 +41,13 @@ class RankRandomness:
 
     def leave(self) -> None:
         """Called by every row; the last one switches back."""
-        if self._common is None:
-            return
         self._left -= 1
-        if not self._left:
+        if self._left <= 0:
+            self.end()
+
+    def end(self) -> None:
+        """Switch back, also where some row was not reached."""
+        if self._common is not None:
             self._generator().set_state(self._common)
             self._common = None
 

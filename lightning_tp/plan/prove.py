@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_tp.dropout import without_dropout
 from lightning_tp.plan.linears import weight_operand
 from lightning_tp.plan.probe import Candidate, SplittableLinear
 from lightning_tp.plan.sharding_plan import AttributeChange, SizeRule
 from lightning_tp.plan.sizes import SIZED_FUNCTIONS, apply_rule, derive_rule, names_sizes, output_shape
-from lightning_tp.plan.trace import without_randomness
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest relative difference of a proof. float64 runs agree to about 1e-15; the margin is for code that rounds to
@@ -82,7 +82,7 @@ class _RegionRun(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs, _ = without_randomness(function, args, kwargs or {})
+        args, kwargs, _ = without_dropout(function, args, kwargs or {})
         with torch.enable_grad():
             if names_sizes(function, args):
                 return self._sized(function, args, kwargs)

@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_tp.dropout import without_dropout
 from lightning_tp.plan.linears import weight_operand
-
-_DROPOUTS = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-    torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
-}  # fmt: skip
-_NATIVE_DROPOUTS = {
-    torch.dropout,
-    torch.dropout_,
-    torch.alpha_dropout,
-    torch.feature_dropout,
-    torch.feature_alpha_dropout,
-}
-
-
-def without_randomness(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """The arguments of a call with its dropout switched off, and whether it would have dropped anything."""
-    if function in _DROPOUTS:
-        native = function in _NATIVE_DROPOUTS
-        names = ("input", "p", "train") if native else ("input", "p", "training")
-        values = dict(zip(names, args, strict=False)) | kwargs
-        training = values.get(names[2], True)
-        probability = values.get("p", 0.5)
-        off = {**values, names[2]: False}
-        off.pop("inplace", None)
-        if native:
-            return (off["input"], probability, False), {}, bool(training and probability > 0)
-        return (), off, bool(training and probability > 0)
-    if function is F.scaled_dot_product_attention:
-        if len(args) > 4:
-            return (*args[:4], 0.0, *args[5:]), kwargs, args[4] > 0
-        return args, {**kwargs, "dropout_p": 0.0}, kwargs.get("dropout_p", 0.0) > 0
-    return args, kwargs, False
 
 
 @dataclass
@@ -118,8 +84,8 @@ class LinearTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(function, "__name__", "") in ("__get__", "__set__"):
             return function(*args, **kwargs)
-        args, kwargs, random = without_randomness(function, args, kwargs)
-        self.run.random_calls += random
+        args, kwargs, probability = without_dropout(function, args, kwargs)
+        self.run.random_calls += probability > 0
         operands = weight_operand(function, args, kwargs)
         weight = operands[1] if operands is not None else None
         own = self._weights.get(id(weight)) if weight is not None else None

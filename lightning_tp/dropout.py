@@ -42,11 +42,34 @@ _DROPOUT_ARGUMENTS: dict[Callable[..., Any], tuple[int, str, float, int | None, 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
-class DropoutOff(TorchFunctionMode):
-    """While active, dropout passes its input on unchanged: ``nn.Dropout`` and its kin, attention and recurrent layers.
+def without_dropout(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], float]:
+    """The arguments of a call with its dropout switched off, and the probability with which it would have dropped.
 
-    Masks that a model draws with its own code (``torch.bernoulli``, ``torch.rand``) are not dropout to this mode.
+    Known are the functions behind ``nn.Dropout`` and its kin, attention, and recurrent layers. Masks that a model
+    draws with its own code (``torch.bernoulli``, ``torch.rand``) are not dropout here.
     """
+    if function in _RECURRENT:
+        # The probability is the only float among the arguments, whose order depends on packing.
+        probability = max((value for value in args if isinstance(value, float)), default=0.0)
+        return tuple(0.0 if isinstance(value, float) else value for value in args), kwargs, probability
+    if function not in _DROPOUT_ARGUMENTS:
+        return args, kwargs, 0.0
+    position, name, default, training_position, training_name = _DROPOUT_ARGUMENTS[function]
+    probability = args[position] if len(args) > position else kwargs.get(name, default)
+    training = training_position is None or (
+        args[training_position] if len(args) > training_position else kwargs.get(training_name, True)
+    )
+    if len(args) > position:
+        args = (*args[:position], 0.0, *args[position + 1 :])
+    else:
+        kwargs = {**kwargs, name: 0.0}
+    return args, kwargs, probability if training else 0.0
+
+
+class DropoutOff(TorchFunctionMode):
+    """While active, dropout passes its input on unchanged (see :func:`without_dropout`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,35 +77,6 @@ class DropoutOff(TorchFunctionMode):
         """The largest dropout probability that was asked for in training."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUT_ARGUMENTS:
-            args = self._switch_off(*_DROPOUT_ARGUMENTS[func], args, kwargs)
-        elif func in _RECURRENT:
-            # The probability is the only float among the arguments, whose order depends on packing.
-            for value in args:
-                if isinstance(value, float):
-                    self.largest_probability = max(self.largest_probability, value)
-            args = tuple(0.0 if isinstance(value, float) else value for value in args)
+        args, kwargs, probability = without_dropout(func, args, kwargs or {})
+        self.largest_probability = max(self.largest_probability, probability)
         return func(*args, **kwargs)
-
-    def _switch_off(
-        self,
-        position: int,
-        name: str,
-        default: float,
-        training_position: int | None,
-        training_name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, ...]:
-        """Set the probability to zero in ``kwargs`` (in place) or in the returned ``args``."""
-        probability = args[position] if len(args) > position else kwargs.get(name, default)
-        training = training_position is None or (
-            args[training_position] if len(args) > training_position else kwargs.get(training_name, True)
-        )
-        if training:
-            self.largest_probability = max(self.largest_probability, probability)
-        if len(args) > position:
-            return (*args[:position], 0.0, *args[position + 1 :])
-        kwargs[name] = 0.0
-        return args
