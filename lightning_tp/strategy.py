@@ -298,6 +298,11 @@ class TensorParallelStrategy(ParallelStrategy):
         parallelize(self.model, self.device_mesh, self._plan)
         shard_data_parallel(self.model, self.device_mesh, _STEPS)
         self._sync_metrics_over_data_parallel_ranks()
+        if self.layout.data_parallel_size > 1:
+            # What FSDP gathers in inference mode could not be used in training after it.
+            trainer.validate_loop.inference_mode = False
+            trainer.test_loop.inference_mode = False
+            trainer.predict_loop.inference_mode = False
 
         self._share_random_state()
         self.barrier()

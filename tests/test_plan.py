@@ -148,3 +148,25 @@ def test_lazy_meta_and_parallel_models_are_refused() -> None:
         model = FeedForward()
     with pytest.raises(ParallelConfigError, match="meta device"):
         lightning_tp.find_plan(model, torch.zeros(2, WIDTH), 2)
+
+
+def buffers_on_ranks() -> dict[str, torch.Tensor]:
+    torch.manual_seed(dist.get_rank())
+    model = FeedForward()
+    for name, value in (
+        ("mask", torch.rand(3, 3) > 0.5),
+        ("rotary", torch.randn(4, dtype=torch.complex64)),
+        ("count", torch.tensor(dist.get_rank())),
+        ("transposed", torch.randn(3, 2).t().bfloat16()),
+    ):
+        model.register_buffer(name, value)
+    plan = lightning_tp.find_plan(model, torch.randn(2, WIDTH), dist.get_world_size())
+    lightning_tp.parallelize(model, ParallelLayout(1, dist.get_world_size()).device_mesh("cpu"), plan)
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def test_every_rank_takes_the_values_of_rank_zero(ranks2: RankPool) -> None:
+    first, second = ranks2.run(buffers_on_ranks)
+    assert first.keys() == second.keys() and len(first) == 8
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert int(first["count"]) == 0

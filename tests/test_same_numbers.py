@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from lightning_tp.layout import ParallelLayout
 from recipes.gpt import GPTModule
 from recipes.llama import LlamaModule
 from tests.distributed import RankPool
-from tests.training_record import TrainingRecord, largest_difference, train
+from tests.training_record import TrainingRecord, largest_difference, relative, train
 
 STEPS, BATCH, SEQUENCE, VOCAB = 10, 4, 12, 64
 LAYERS = 2
@@ -157,3 +158,46 @@ def test_a_fault_of_the_engine_shows_in_the_numbers(ranks2: RankPool, name: str,
     expected = train(partial(build, name), batches(), "64-true")
     for record in ranks2.run(broken_on_ranks, name, fault):
         assert max(largest_difference(record, expected).values()) > 1e-4
+
+
+def evaluated_on_ranks(name: str) -> torch.Tensor:
+    """Logits under ``inference_mode``, in which runs on NCCL are evaluated, and a training step after it."""
+    layout = ParallelLayout(1, dist.get_world_size())
+    torch.manual_seed(0)
+    module, inputs = build(name), batches()[0][0]
+    plan = lightning_tp.find_plan(module, inputs, layout.tensor_parallel_size)
+    lightning_tp.parallelize(module, layout.device_mesh("cpu"), plan)
+    with torch.inference_mode():
+        inferred = module.eval()(inputs)
+    module.train()(inputs).sum().backward()
+    return inferred.clone()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_evaluation_in_inference_mode_is_the_same(ranks4: RankPool, name: str) -> None:
+    torch.manual_seed(0)
+    module = build(name).eval()
+    with torch.no_grad():
+        expected = module(batches()[0][0])
+    for found in ranks4.run(evaluated_on_ranks, name):
+        assert relative(found, expected) < 1e-5
+
+
+class InferenceModes(pl.Callback):
+    def __init__(self) -> None:
+        self.modes: list[bool] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        self.modes = [loop.inference_mode for loop in loops]
+
+
+def inference_modes_on_ranks(tensor_parallel_size: int, data_parallel_size: int) -> list[bool]:
+    seen = InferenceModes()
+    train(partial(build, "llama"), batches()[:1], "32-true", tensor_parallel_size, data_parallel_size, (seen,))
+    return seen.modes
+
+
+def test_sharded_data_parallel_models_are_evaluated_without_inference_mode(ranks4: RankPool) -> None:
+    assert ranks4.run(inference_modes_on_ranks, 2, 2) == [[False] * 3] * 4
+    assert ranks4.run(inference_modes_on_ranks, 4, 1) == [[True] * 3] * 4

@@ -158,7 +158,9 @@ def broadcast_from_rank_zero(model: nn.Module) -> None:
         if id(tensor) not in seen and tensor.numel():
             seen.add(id(tensor))
             value = tensor.detach().contiguous()
-            dist.broadcast(value, src=0)
+            # As bytes: backends do not know every dtype.
+            real = torch.view_as_real(value) if value.is_complex() else value
+            dist.broadcast(real.view(-1).view(torch.uint8), src=0)
             if value.data_ptr() != tensor.data_ptr():
                 tensor.copy_(value)
 
