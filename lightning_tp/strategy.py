@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -298,7 +299,10 @@ class TensorParallelStrategy(ParallelStrategy):
         parallelize(self.model, self.device_mesh, self._plan)
         shard_data_parallel(self.model, self.device_mesh, _STEPS)
         self._sync_metrics_over_data_parallel_ranks()
-        if self.layout.data_parallel_size > 1:
+        if self.layout.data_parallel_size == 1:
+            # Every rank holds the value of all samples: there is nothing to synchronise.
+            warnings.filterwarnings("ignore", message="It is recommended to use `self.log", category=UserWarning)
+        else:
             # What FSDP gathers in inference mode could not be used in training after it.
             trainer.validate_loop.inference_mode = False
             trainer.test_loop.inference_mode = False

@@ -75,6 +75,8 @@ def train(config: DictConfig) -> None:
 def main(config: DictConfig) -> None:
     # The text is in memory: a loader process would only add copies.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Lightning 2.6 calls an older name of torch 2.13.
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     with plain_errors():
         train(config)
 

@@ -43,7 +43,7 @@ def example_run(trainer: pl.Trainer) -> Callable[[], Any]:
     module = trainer.lightning_module
     strategy = trainer.strategy
     if module.example_input_array is not None:
-        example = strategy.batch_to_device(module.example_input_array)
+        example = strategy.batch_to_device(strategy.precision_plugin.convert_input(module.example_input_array))
 
         def step() -> Any:
             with strategy.precision_plugin.forward_context():
@@ -78,7 +78,8 @@ def _step_on_own_data(trainer: pl.Trainer) -> Callable[[], Any]:
     if source.instance is None or not source.is_defined():
         raise ParallelConfigError(f"There is no data to run {name} on. {_REMEDY}")
     with random_state_kept():
-        batch = strategy.batch_to_device(_first_batches(source.dataloader()), dataloader_idx=0)
+        batch = strategy.precision_plugin.convert_input(_first_batches(source.dataloader()))
+        batch = strategy.batch_to_device(module._on_before_batch_transfer(batch, dataloader_idx=0), dataloader_idx=0)
     arguments = [batch, 0] if is_param_in_hook_signature(method, "batch_idx", min_args=2) else [batch]
     context = {
         "training_step": strategy.precision_plugin.train_step_context,
