@@ -13,6 +13,7 @@ from torch import nn
 import lightning_tp
 from lightning_tp import ParallelConfigError, PlanError, ShardingPlan
 from lightning_tp.layout import ParallelLayout
+from recipes.llama import LlamaModule
 from tests.distributed import RankPool
 from tests.models import LENGTH, MODELS, WIDTH, FeedForward, SelfAttention, Stack
 from tests.training_record import relative, whole
@@ -111,6 +112,13 @@ def test_a_size_that_does_not_divide_the_heads_names_the_legal_ones() -> None:
     assert [region.rows for region in plan.regions] == [("blocks.1.down",)]
     reasons = {entry.module: entry.reason for entry in plan.replicated}
     assert reasons["blocks.0.qkv"] == "3 ranks do not fit; legal sizes: 1, 2, 4"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(3, 3, 2), (6, 2, 4), (6, 2, 3), (6, 3, 4)])
+def test_heads_that_ranks_would_cut_are_a_misfit(heads: int, kv_heads: int, size: int) -> None:
+    model = LlamaModule(vocab_size=16, hidden_size=96, num_layers=1, num_heads=heads, num_kv_heads=kv_heads)
+    with pytest.raises(ParallelConfigError, match=rf"tensor_parallel_size={size} .*Legal sizes"):
+        lightning_tp.find_plan(model, torch.randint(16, (2, 8)), size)
 
 
 def test_a_mapping_splits_only_what_it_names() -> None:

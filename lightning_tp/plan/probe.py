@@ -10,6 +10,7 @@ included).
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -265,6 +266,8 @@ class _Analysis:
                 return [], f"not every output of {call.owner} reaches the rows of its group"
             if len(set(rows.sum(1).tolist())) > 1:
                 return [], f"the ranks would need unequal shares of the outputs of {call.owner}"
+            if any((a & b).any() and not torch.equal(a, b) for a, b in itertools.combinations(rows, 2)):
+                return [], f"the ranks' shares of the outputs of {call.owner} would overlap in part"
             columns.append(Column(str(call.owner), tuple(ranges_of(row.nonzero().flatten().tolist()) for row in rows)))
         if not any(column.is_sharded for column in columns):
             return [], f"the ranks would share outputs of all of {_listed(column.module for column in columns[:3])}"

@@ -27,8 +27,8 @@ class Column:
     Attributes:
         module: Name of the module in the model.
         rows: For each rank the ranges of output rows that it computes. Disjoint and covering all rows: the weight is
-            sharded. Overlapping: every rank holds the whole weight, computes the rows that it needs, and the weight
-            gradients are summed over the ranks (keys and values of multi-query attention).
+            sharded. Equal for some ranks: every rank holds the whole weight, computes the rows that it needs, and the
+            weight gradients are summed over the ranks (keys and values of multi-query attention).
     """
 
     module: str
