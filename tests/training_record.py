@@ -96,19 +96,19 @@ def train(
     return recorder.record
 
 
-def largest_difference(a: TrainingRecord, b: TrainingRecord) -> dict[str, float]:
+def largest_difference(a: TrainingRecord, b: TrainingRecord, floor: float = 1e-30) -> dict[str, float]:
     """For each kind of number the largest difference, relative to the largest value of its tensor."""
     assert len(a.losses) == len(b.losses) > 0
     assert a.parameters.keys() == b.parameters.keys()
     grads = 0.0
     for left, right in zip(a.grads, b.grads, strict=True):
         assert left.keys() == right.keys()
-        grads = max(grads, *(relative(left[name], right[name]) for name in left))
+        grads = max(grads, *(relative(left[name], right[name], floor) for name in left))
     return {
         "loss": relative(torch.tensor(a.losses).double(), torch.tensor(b.losses).double()),
         "grad norm": relative(torch.tensor(a.grad_norms).double(), torch.tensor(b.grad_norms).double()),
         "gradients": grads,
-        "parameters": max(relative(a.parameters[name], b.parameters[name]) for name in a.parameters),
+        "parameters": max(relative(a.parameters[name], b.parameters[name], floor) for name in a.parameters),
     }
 
 
