@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 DEPENDENCIES := pyproject.toml constraints.txt
 
-.PHONY: train test lint clean
+.PHONY: train test lint bench clean
 
 train: $(VENV)/installed
 	$(BIN)/python recipes/train.py experiment=shakespeare_llama strategy=tp
@@ -16,6 +16,9 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/step_time.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

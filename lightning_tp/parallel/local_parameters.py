@@ -15,10 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import register_sharding
 
 from lightning_tp.parallel.collectives import copy_parameter
 from lightning_tp.plan.sharding_plan import ShardingPlan
+
+
+@register_sharding(torch.ops.aten._is_any_true.default)
+def _is_any_true_on_whole_tensors(x: Tensor) -> list[tuple[list[Any], list[Any]]]:
+    """Autograd's anomaly detection asks this of every gradient, and torch has no rule for it on DTensors."""
+    return [([Replicate()], [Replicate()])]
 
 
 class Scope:

@@ -163,11 +163,12 @@ def _regions(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) 
     for candidate in found.candidates:
         by_module.setdefault("" if candidate.call is None else candidate.call.name, []).append(candidate)
     regions: list[Region] = []
+    hints: _Hints = {}
     for candidates in by_module.values():
-        proven = [_proven(model, found, [candidate], size, run) for candidate in candidates]
+        proven = [_proven(model, found, [candidate], size, run, hints) for candidate in candidates]
         if len(candidates) > 1 and any(isinstance(way, str) or way.attributes or way.sizes for way in proven):
             # Changes for one region reach the code of the others in the same module: they are proven together.
-            together = _proven(model, found, candidates, size, run)
+            together = _proven(model, found, candidates, size, run, hints)
             if isinstance(together, _Way):
                 proven = [together] * len(candidates)
             else:
@@ -206,8 +207,12 @@ class _Way:
     error: float
 
 
+_Hints = dict[type, tuple[tuple[tuple[str, AttributeChange], ...], bool]]
+"""By class of module the last proven way: attribute changes with the module's name within it, and whether to rescale."""
+
+
 def _proven(
-    model: nn.Module, found: Probe, candidates: list[Candidate], size: int, run: Callable[[], Any]
+    model: nn.Module, found: Probe, candidates: list[Candidate], size: int, run: Callable[[], Any], hints: _Hints
 ) -> _Way | str:
     """A way in which all ``candidates`` (of one module) are proven together, or why there is none."""
     candidate = candidates[0]
@@ -225,7 +230,13 @@ def _proven(
     except Exception as error:
         return f"its module does not run by itself: {type(error).__name__}: {error}"
     last = "no share of its code fits"
-    for attributes, rescale in _ways(model, candidate, proof, found.linears):
+    ways = _ways(model, candidate, proof, found.linears)
+    hint = hints.get(type(proof.module))
+    if hint is not None:
+        # What fitted another block of this kind is tried first, and proven for this one.
+        moved = tuple(replace(change, module=proof.within(name)) for name, change in hint[0])
+        ways = itertools.chain([(moved, hint[1])], ways)
+    for attributes, rescale in ways:
         try:
             difference, rules = proof.check(attributes, rescale)
         except NotProven as failure:
@@ -235,6 +246,7 @@ def _proven(
             first_line = (str(failure).splitlines() or [""])[0]
             last = f"{type(failure).__name__}: {first_line}"[:160]
             continue
+        hints[type(proof.module)] = (tuple((proof.relative(c.module), c) for c in attributes), rescale)
         sizes = rules if any(rule.factor > 1 for rule in rules) else ()
         found_by = "sizes" if sizes else "attributes" if attributes else "as is"
         return _Way(attributes, sizes, found_by, difference)

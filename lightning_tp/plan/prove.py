@@ -152,6 +152,15 @@ class RegionProof:
             self.dtype = torch.float32
             self.references = self._references()
 
+    def relative(self, module: str) -> str:
+        """The name of a module of the model within the proof's own module ("" is that module)."""
+        root = self.names[id(self.module)]
+        return module.removeprefix(root).removeprefix(".") if root else module
+
+    def within(self, name: str) -> str:
+        """The inverse of :meth:`relative`."""
+        return ".".join(part for part in (self.names[id(self.module)], name) if part)
+
     def check(self, attributes: Sequence[AttributeChange], rescale: bool = False) -> tuple[float, tuple[SizeRule, ...]]:
         """Run all ranks with ``attributes`` (and rescaled sizes) and compare.
 
@@ -171,8 +180,8 @@ class RegionProof:
                     raise NotProven("its ranks or its inputs need different sizes")
                 rules = ranks[-1].rules
             worst = max(worst, self._compare(full, ranks))
-        if worst > TOLERANCE[self.dtype]:
-            raise NotProven(f"its numbers differ by {worst:.1e}")
+            if worst > TOLERANCE[self.dtype]:
+                raise NotProven(f"its numbers differ by {worst:.1e}")
         return worst, tuple(rules or ())
 
     def _references(self) -> list[tuple[Evidence, dict[int, Tensor], tuple[Any, Any]]]:

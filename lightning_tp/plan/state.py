@@ -100,7 +100,7 @@ def _refill(value: Any, content: Any) -> None:
     if content is None:
         return
     if isinstance(value, Tensor):
-        if value.shape != content.shape or value.untyped_storage().size() == 0:
+        if value.shape != content.shape:
             raise ParallelConfigError("Running the model once to plan its split resized one of its buffers.")
         if not torch.equal(value, content):
             with torch.no_grad():
