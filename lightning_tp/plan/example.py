@@ -11,9 +11,10 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tp.errors import ParallelConfigError
@@ -78,7 +79,9 @@ def _step_on_own_data(trainer: pl.Trainer) -> Callable[[], Any]:
     if source.instance is None or not source.is_defined():
         raise ParallelConfigError(f"There is no data to run {name} on. {_REMEDY}")
     with random_state_kept():
-        batch = strategy.precision_plugin.convert_input(_first_batches(source.dataloader()))
+        batch = strategy.precision_plugin.convert_input(
+            _first_batches(source.dataloader(), in_turn=name != "training_step")
+        )
         batch = strategy.batch_to_device(module._on_before_batch_transfer(batch, dataloader_idx=0), dataloader_idx=0)
     arguments = [batch, 0] if is_param_in_hook_signature(method, "batch_idx", min_args=2) else [batch]
     context = {
@@ -95,17 +98,19 @@ def _step_on_own_data(trainer: pl.Trainer) -> Callable[[], Any]:
     return step
 
 
-def _first_batches(loaders: Any) -> Any:
-    """The first batch of a loader; for a collection of loaders the collection of their first batches."""
-    loaders = getattr(loaders, "iterables", loaders)
-    leaves, spec = tree_flatten(loaders)
-    if leaves and all(isinstance(leaf, DataLoader) for leaf in leaves):
-        return tree_unflatten([_first_batch(leaf) for leaf in leaves], spec)
-    return _first_of(loaders)
+def _first_batches(loaders: Any, in_turn: bool) -> Any:
+    """The first batch of a loader. For a collection of loaders, the collection of their first batches, or the first
+    loader's where the Trainer takes them one after the other (``in_turn``)."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    if in_turn:
+        return _first_batch(combined.flattened[0])
+    return tree_unflatten([_first_batch(loader) for loader in combined.flattened], combined._spec)
 
 
-def _first_batch(loader: DataLoader[Any]) -> Any:
+def _first_batch(loader: Any) -> Any:
     """The first samples of ``loader``, collated; nothing that the loader will give in training is used up."""
+    if not isinstance(loader, DataLoader):
+        return _first_of(loader)
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         if loader.batch_size is None:

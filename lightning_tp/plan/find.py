@@ -208,7 +208,7 @@ class _Way:
 
 
 _Hints = dict[type, tuple[tuple[tuple[str, AttributeChange], ...], bool]]
-"""By class of module the last proven way: attribute changes with the module's name within it, and whether to rescale."""
+"""By class of module the last proven way: changes with the module's name within it, and whether to rescale sizes."""
 
 
 def _proven(
