@@ -7,9 +7,7 @@ import random
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -34,7 +32,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -45,36 +42,19 @@ from lightning_tp.checkpoint.consolidated import (
     full_state_dict,
 )
 from lightning_tp.data_parallel import shard_data_parallel
-from lightning_tp.errors import ParallelConfigError, raise_on_rank_zero, run_on_rank_zero
+from lightning_tp.errors import ParallelConfigError, raise_on_rank_zero
 from lightning_tp.failure import Watchdog
 from lightning_tp.launcher import ScriptLauncher
 from lightning_tp.layout import DATA_AXIS, TENSOR_AXIS, AxisSize, ParallelLayout
-from lightning_tp.parallel.apply import check_plan, parallelize, refuse_hidden_references
-from lightning_tp.parallel.local_parameters import local_tensor, parallel_state
-from lightning_tp.plan.example import example_run
-from lightning_tp.plan.find import Unsplittable, find_plan
+from lightning_tp.parallel.apply import parallelize
+from lightning_tp.parallel.local_parameters import parallel_state
+from lightning_tp.parallel.summary import ParameterSummary, summarize_parameters
+from lightning_tp.plan.agree import PlanSource, agreed_plan
+from lightning_tp.plan.find import Unsplittable
 from lightning_tp.plan.sharding_plan import ShardingPlan
 
 SUPPORTED_PRECISION = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-PlanSource = Literal["auto"] | str | os.PathLike[str] | Mapping[str, str] | ShardingPlan
-
-
-@dataclass(frozen=True)
-class ParameterSummary:
-    """Numbers of parameter elements.
-
-    Attributes:
-        total: Of the whole model.
-        per_rank: Held by this rank.
-        split: Of the whole model, split over the ``tp`` axis.
-        split_share: Share of the parameters of linears that is split, 0 to 1.
-    """
-
-    total: int
-    per_rank: int
-    split: int
-    split_share: float
 
 
 class TensorParallelStrategy(ParallelStrategy):
@@ -131,6 +111,11 @@ class TensorParallelStrategy(ParallelStrategy):
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ParallelConfigError(
                 f'start_method must be "popen", "spawn", "fork" or "forkserver", not {start_method!r}.'
+            )
+        if not isinstance(plan, (str, os.PathLike, Mapping, ShardingPlan)):
+            raise ParallelConfigError(
+                'plan must be "auto", the path of a saved plan, a ShardingPlan, or a mapping of module name patterns to '
+                f'"column", "row" or "replicate", not {plan!r}.'
             )
         if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or timeout <= 0:
             raise ParallelConfigError(f"timeout must be a positive number of seconds, not {timeout!r}.")
@@ -203,14 +188,7 @@ class TensorParallelStrategy(ParallelStrategy):
     def parameter_summary(self) -> ParameterSummary:
         """Numbers of parameters after the split."""
         assert self.lightning_module is not None
-        parameters = list(self.lightning_module.parameters())
-        split = sum(p.numel() for p in parameters if isinstance(p, DTensor) and not p.placements[-1].is_replicate())
-        return ParameterSummary(
-            total=sum(p.numel() for p in parameters),
-            per_rank=sum(local_tensor(p).numel() for p in parameters),
-            split=split,
-            split_share=self.plan.split_share,
-        )
+        return summarize_parameters(self.lightning_module, self.plan)
 
     # Processes
 
@@ -321,40 +299,11 @@ class TensorParallelStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def _agreed_plan(self, trainer: pl.Trainer) -> ShardingPlan:
-        """Rank zero's plan, on every rank. A model that was split before keeps its plan."""
-        assert self.lightning_module is not None
-        state = parallel_state(self.lightning_module)
+        # An error of planning is rank zero's to tell; the other ranks leave without a word and are no failure.
         self._refusing = True
-        if state is not None:
-            plan = state.plan
-            if state.mesh_sizes != (self.layout.data_parallel_size, self.layout.tensor_parallel_size):
-                raise_on_rank_zero(
-                    ParallelConfigError(
-                        f"This model was split before for data_parallel_size x tensor_parallel_size = "
-                        f"{state.mesh_sizes[0]} x {state.mesh_sizes[1]}, and cannot be split again for "
-                        f"{self.layout.data_parallel_size} x {self.layout.tensor_parallel_size}. Build a new one and "
-                        "load a checkpoint into it."
-                    ),
-                    self.global_rank,
-                )
-        else:
-            plan = run_on_rank_zero(lambda: self._make_plan(trainer))
+        plan = agreed_plan(trainer, self.layout, self._plan_source, self._unsplittable)
         self._refusing = False
-        assert plan is not None
         return plan
-
-    def _make_plan(self, trainer: pl.Trainer) -> ShardingPlan:
-        assert self.lightning_module is not None
-        module, size, source = self.lightning_module, self.layout.tensor_parallel_size, self._plan_source
-        refuse_hidden_references(module)
-        if isinstance(source, (ShardingPlan, os.PathLike)) or (isinstance(source, str) and source != "auto"):
-            plan = source if isinstance(source, ShardingPlan) else ShardingPlan.load(Path(source))
-            check_plan(module, plan, size)
-            return plan
-        if size == 1:
-            return ShardingPlan(tensor_parallel_size=1)
-        styles = None if isinstance(source, str) else source
-        return find_plan(module, example_run(trainer), size, styles=styles, unsplittable=self._unsplittable)
 
     def _sync_metrics_over_data_parallel_ranks(self) -> None:
         """Tensor-parallel peers hold the same samples: counting them once is counting over the data-parallel axis."""

@@ -121,6 +121,7 @@ def test_an_error_of_configuration_is_told_once_and_ends_every_process(tmp_path:
         ),
         ({"unsplittable": "ignore"}, {}, 'must be "error" or "replicate"'),
         ({"start_method": "thread"}, {}, "start_method must be"),
+        ({"plan": 3}, {}, "plan must be"),
         ({"timeout": 0}, {}, "positive number of seconds"),
     ],
 )

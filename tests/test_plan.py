@@ -178,3 +178,22 @@ def test_every_rank_takes_the_values_of_rank_zero(ranks2: RankPool) -> None:
     assert first.keys() == second.keys() and len(first) == 8
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert int(first["count"]) == 0
+
+
+def mixed_on_ranks() -> tuple[torch.dtype, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = FeedForward(), inputs().float()
+    plan = lightning_tp.find_plan(model, x, dist.get_world_size())
+    lightning_tp.parallelize(model, ParallelLayout(1, dist.get_world_size()).device_mesh("cpu"), plan)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    return y.dtype, y.float()
+
+
+def test_mixed_precision_gives_the_dtype_of_the_unsplit_model(ranks2: RankPool) -> None:
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = FeedForward()(inputs().float())
+    for dtype, found in ranks2.run(mixed_on_ranks):
+        assert dtype == expected.dtype == torch.bfloat16
+        assert relative(found, expected.float()) < 2e-2

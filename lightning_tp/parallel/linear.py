@@ -90,7 +90,8 @@ class RowParallel(nn.Module):
             role.randomness.leave()
         y = reduce(role.adapter.product(x, self.weight), role.group)  # type: ignore[arg-type]
         bias: Any = self.bias
-        return y if bias is None else y + bias
+        # In mixed precision the product has the lower precision, as the whole linear would.
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 @dataclass(frozen=True)
