@@ -114,7 +114,7 @@ class TensorParallelStrategy(ParallelStrategy):
             )
         if not isinstance(plan, (str, os.PathLike, Mapping, ShardingPlan)):
             raise ParallelConfigError(
-                'plan must be "auto", the path of a saved plan, a ShardingPlan, or a mapping of module name patterns to '
+                'plan must be "auto", the path of a saved plan, a ShardingPlan, or a mapping of name patterns to '
                 f'"column", "row" or "replicate", not {plan!r}.'
             )
         if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or timeout <= 0:

@@ -116,6 +116,22 @@ class SilentlyWrong(nn.Module):
         return self.o(y.transpose(1, 2).reshape(x.shape))
 
 
+class SaysItsHeads(nn.Module):
+    """Its attention also returns a tensor for each head, which what follows would misread for half of the heads."""
+
+    class Attention(SilentlyWrong):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x), torch.ones(self.num_heads, device=x.device)  # type: ignore[return-value]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = self.Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, ones = self.attention(x)
+        return y * ones.sum()
+
+
 class Gated(nn.Module):
     """A zero-initialised scale and a zero-initialised projection hide what depends on what."""
 
@@ -263,6 +279,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str] | None]] = {
         {f"blocks.0.{name}" for name in ("q", "k", "v", "o", "up", "down")},
     ),
     "silently wrong": (lambda: Stack(SilentlyWrong()), {f"blocks.0.{name}" for name in "qkvo"}),
+    "says its number of heads": (
+        lambda: Stack(SaysItsHeads()),
+        {f"blocks.0.attention.{name}" for name in "qkvo"},
+    ),
     "zeros hide": (lambda: Stack(Gated()), {"blocks.0.up", "blocks.0.gate", "blocks.0.down"}),
     "whole parameter inside": (lambda: Stack(InnerScale()), set()),
     "scalar parameter inside": (lambda: Stack(InnerScalar()), {"blocks.0.up", "blocks.0.down"}),

@@ -34,10 +34,6 @@ class NotProven(Exception):
     """The ranks together do not give what the unsplit region gives."""
 
 
-class _RowsReached(BaseException):
-    """Ends a region's run after its last row; not to be caught by the module's own error handling."""
-
-
 @dataclass
 class Evidence:
     """What one run of a region has given.
@@ -48,6 +44,7 @@ class Evidence:
         input_grads: Gradients of the columns' inputs, in the order of their first use.
         parameter_grads: Gradients of the module's parameters, by name; None where unused.
         leaks: Inputs of the module that enter the region past its columns.
+        results: What the module returns; None for a tensor made from inside the region, which differs by nature.
         calls: Function, input shape and output shape of each call that names sizes (unsplit run).
         rules: The rules derived for those calls (rank run).
     """
@@ -57,6 +54,7 @@ class Evidence:
     input_grads: list[Tensor | None]
     parameter_grads: dict[str, Tensor | None]
     leaks: list[str]
+    results: list[Tensor | None]
     calls: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
     rules: list[SizeRule]
 
@@ -95,6 +93,8 @@ class _RegionRun(TorchFunctionMode):
             return function(*args, **kwargs)
 
     def _sized(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(self.outputs) == len(self.rows):
+            return function(*args, **kwargs)  # behind the region nothing is split
         if self.full_calls is None:
             result = function(*args, **kwargs)
             self.calls.append((SIZED_FUNCTIONS[function], tuple(args[0].shape), output_shape(result)))
@@ -121,8 +121,6 @@ class _RegionRun(TorchFunctionMode):
         self.outputs[row.name] = row.adapter.product(x, weight)
         if self.full_outputs is None:
             self.with_bias[row.name] = function(*args, **kwargs).detach()
-        if len(self.outputs) == len(self.rows):
-            raise _RowsReached
         return self.with_bias[row.name] if self.full_outputs is None else self.full_outputs[row.name]
 
 
@@ -235,12 +233,8 @@ class RegionProof:
         )
         changes = [] if rank is None else [*feature_changes(self.columns, self.rows, self.candidate, rank), *attributes]
         args, kwargs = inputs
-        with self._swapped(tensors), changed_attributes(self.model, changes):
-            try:
-                with mode:
-                    self.run() if self.candidate.call is None else self.module(*args, **kwargs)
-            except _RowsReached:
-                pass
+        with self._swapped(tensors), changed_attributes(self.model, changes), mode:
+            returned = self.run() if self.candidate.call is None else self.module(*args, **kwargs)
         if len(mode.outputs) != len(self.rows):
             raise NotProven("its rows were not reached when its module ran by itself")
         leaves = [leaf for _, leaf in mode.inputs.values()]
@@ -259,9 +253,23 @@ class RegionProof:
             input_grads=list(grads[: len(leaves)]),
             leaks=[str(i) for i, grad in enumerate(grads[len(leaves) : len(leaves) + len(past)]) if grad is not None],
             parameter_grads=dict(zip((name for name, _ in names), grads[len(leaves) + len(past) :], strict=True)),
+            results=[] if self.candidate.call is None else self._results(returned, leaves),
             calls=mode.calls,
             rules=mode.rules,
         )
+
+    @staticmethod
+    def _results(returned: Any, leaves: list[Tensor]) -> list[Tensor | None]:
+        """The tensors that the module returns, without those that depend on its columns other than through its rows."""
+        results: list[Tensor | None] = []
+        for value in tree_leaves(returned):
+            if isinstance(value, Tensor):
+                inside = value.requires_grad and any(
+                    grad is not None
+                    for grad in torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
+                )
+                results.append(None if inside else value.detach())
+        return results
 
     def _shares(self, parameters: Mapping[int, Tensor], rank: int) -> dict[int, Tensor]:
         shares: dict[int, Tensor] = {}
@@ -282,6 +290,10 @@ class RegionProof:
         if full.leaks or any(rank.leaks for rank in ranks):
             raise NotProven("a tensor enters it past its columns")
         worst = 0.0
+        for position, result in enumerate(full.results):
+            if result is not None:
+                for rank in ranks:
+                    worst = max(worst, _difference(result.double(), [_as_double(rank.results, position)]))
         for name, output in full.outputs.items():
             worst = max(worst, _difference(output, [rank.outputs[name] for rank in ranks]))
         grads = [grad for grad in (*full.input_grads, *full.parameter_grads.values()) if grad is not None]
@@ -361,6 +373,11 @@ def changed_attributes(model: nn.Module, changes: Sequence[AttributeChange]) -> 
     finally:
         for attributes, name, value in reversed(saved):
             attributes[name] = value
+
+
+def _as_double(results: Sequence[Tensor | None], position: int) -> Tensor | None:
+    result = results[position] if position < len(results) else None
+    return None if result is None else result.double()
 
 
 def _randomised(parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
