@@ -116,6 +116,27 @@ class SilentlyWrong(nn.Module):
         return self.o(y.transpose(1, 2).reshape(x.shape))
 
 
+class ReturnsItsWeights(nn.Module):
+    """Its attention also returns the weights of all heads, which nobody uses."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = (m(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for m in (self.q, self.k, self.v))
+            weights = (q @ k.transpose(-1, -2)).softmax(-1)
+            return self.o((weights @ v).transpose(1, 2).flatten(2)), weights
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = self.Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x)[0]
+
+
 class SaysItsHeads(nn.Module):
     """Its attention also returns a tensor for each head, which what follows would misread for half of the heads."""
 
@@ -182,6 +203,59 @@ class Leaky(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.up(x))
         return self.down(y) + y.mean(-1, keepdim=True)
+
+
+class Answer:
+    """A container that is no tuple, list or dict."""
+
+    def __init__(self, output: Tensor, hidden: Tensor) -> None:
+        self.output, self.hidden = output, hidden
+
+
+class ReturnsItsHidden(FeedForward):
+    """Split features leave it in an object."""
+
+    def forward(self, x: Tensor) -> Answer:  # type: ignore[override]
+        hidden = F.gelu(self.up(x))
+        return Answer(self.down(hidden), hidden)
+
+
+class Unpacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ReturnsItsHidden()
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer = self.inner(x)
+        return answer.output + answer.hidden.mean()
+
+
+class Decides(FeedForward):
+    """What it computes depends on a number made from the hidden features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x))
+        return self.down(hidden) * (2.0 if hidden.sum() > 1e9 else hidden.mean().item())
+
+
+class ByKeyword(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(input=F.gelu(self.up(input=x)))
+
+
+class PartlyReadBefore(nn.Module):
+    """One of two columns reads the same tensor once before, without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.before = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before:
+            with torch.no_grad():
+                self.up(x)
+        return self.down(self.up(x) * torch.sigmoid(self.gate(x)))
 
 
 class TwoRows(nn.Module):
@@ -279,6 +353,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str] | None]] = {
         {f"blocks.0.{name}" for name in ("q", "k", "v", "o", "up", "down")},
     ),
     "silently wrong": (lambda: Stack(SilentlyWrong()), {f"blocks.0.{name}" for name in "qkvo"}),
+    "returns its attention weights": (
+        lambda: Stack(ReturnsItsWeights()),
+        {f"blocks.0.attention.{name}" for name in "qkvo"},
+    ),
     "says its number of heads": (
         lambda: Stack(SaysItsHeads()),
         {f"blocks.0.attention.{name}" for name in "qkvo"},
@@ -287,6 +365,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str] | None]] = {
     "whole parameter inside": (lambda: Stack(InnerScale()), set()),
     "scalar parameter inside": (lambda: Stack(InnerScalar()), {"blocks.0.up", "blocks.0.down"}),
     "second use of the hidden features": (lambda: Stack(Leaky()), set()),
+    "hidden features in an object": (lambda: Stack(Unpacked()), set()),
+    "decides on hidden features": (lambda: Stack(Decides()), set()),
+    "linears called by keyword": (lambda: Stack(ByKeyword()), {"blocks.0.up", "blocks.0.down"}),
     "two rows": (lambda: Stack(TwoRows()), {"blocks.0.up", "blocks.0.a", "blocks.0.b"}),
     "called twice": (lambda: Stack(Shared()), {"blocks.0.inner.up", "blocks.0.inner.down"}),
     "weights used by hand": (lambda: Stack(ByHand()), set()),

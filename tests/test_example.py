@@ -188,3 +188,50 @@ def ran_by(source: str) -> bool:
     extra = 1 if trainer.global_rank == 0 else 0
     steps = 1 + (extra if source == "training_step" else 0)
     return Counting.calls["training_step"] == steps and Counting.calls["forward"] >= 1 + extra
+
+
+class Logging(pl.LightningModule):
+    """Logs a number made from the hidden features, which no loss depends on."""
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.hidden = nn.Linear(4, 8), nn.Linear(8, 4), hidden
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.relu(self.up(x))
+        return self.down(hidden), hidden
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        y, hidden = self(batch[0])
+        if self.hidden:
+            self.log("hidden", hidden.mean())
+        return y.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def logged_on_ranks(hidden: bool, split: bool = True) -> tuple[int, dict[str, float]]:
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        strategy=lightning_tp.TensorParallelStrategy(2) if split else "auto",
+        accelerator="cpu",
+        devices=2 if split else 1,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Logging(hidden), loader("plain"))
+    strategy: Any = trainer.strategy
+    regions = len(strategy.plan.regions) if split else 0
+    return regions, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_features_that_are_logged_stay_whole_and_their_number_right(ranks2: RankPool) -> None:
+    _, expected = logged_on_ranks(True, split=False)
+    assert ranks2.run(logged_on_ranks, False) == [(1, {})] * 2
+    for regions, found in ranks2.run(logged_on_ranks, True):
+        assert regions == 0
+        assert found == pytest.approx(expected, rel=1e-6)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 import uuid
@@ -429,7 +430,9 @@ def test_silence_shorter_than_the_heartbeat_is_an_error() -> None:
 
 
 def test_one_rank_needs_no_watch() -> None:
+    threads = threading.enumerate()
     watchdog = Watchdog(0, 1)
     watchdog.start()
+    assert threading.enumerate() == threads
     watchdog.report_failure(ValueError())
     watchdog.stop()

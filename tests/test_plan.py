@@ -15,7 +15,16 @@ from lightning_tp import ParallelConfigError, PlanError, ShardingPlan
 from lightning_tp.layout import ParallelLayout
 from recipes.llama import LlamaModule
 from tests.distributed import RankPool
-from tests.models import LENGTH, MODELS, WIDTH, FeedForward, SelfAttention, Stack
+from tests.models import (
+    LENGTH,
+    MODELS,
+    WIDTH,
+    FeedForward,
+    PartlyReadBefore,
+    ReturnsItsHidden,
+    SelfAttention,
+    Stack,
+)
 from tests.training_record import relative, whole
 
 
@@ -197,3 +206,40 @@ def test_mixed_precision_gives_the_dtype_of_the_unsplit_model(ranks2: RankPool) 
     for dtype, found in ranks2.run(mixed_on_ranks):
         assert dtype == expected.dtype == torch.bfloat16
         assert relative(found, expected.float()) < 2e-2
+
+
+def test_features_that_the_model_returns_in_an_object_stay_whole() -> None:
+    assert lightning_tp.find_plan(ReturnsItsHidden(), inputs().float(), 2).regions == ()
+
+
+def test_a_model_that_returns_no_tensor_is_judged_by_what_its_outermost_module_returns() -> None:
+    model = FeedForward()
+    (region,) = lightning_tp.find_plan(model, lambda: [model(inputs().float()), None][1], 2).regions
+    assert region.rows == ("down",)
+    with pytest.raises(ParallelConfigError, match="returns no tensor"):
+        lightning_tp.find_plan(model, lambda: None, 2)
+
+
+def test_rows_that_a_relu_hides_in_one_run_are_found_in_another() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 4))
+    # One row of input: half of the hidden features are zero in any one run.
+    (region,) = lightning_tp.find_plan(model, torch.randn(1, 4), 2).regions
+    assert [column.rows for column in region.columns] == [(((0, 16),), ((16, 32),))]
+
+
+def read_before_on_ranks() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Stack(PartlyReadBefore()).double()
+    plan = lightning_tp.find_plan(model, inputs(), dist.get_world_size())
+    assert [region.inputs for region in plan.regions] == [(("blocks.0.up", "blocks.0.gate"),)]
+    lightning_tp.parallelize(model, ParallelLayout(1, dist.get_world_size()).device_mesh("cpu"), plan)
+    model.blocks[0].before = True  # type: ignore[assignment]
+    return numbers(model)
+
+
+def test_a_copy_made_without_gradients_is_not_used_with_them(ranks2: RankPool) -> None:
+    torch.manual_seed(0)
+    expected = numbers(Stack(PartlyReadBefore()).double())
+    for found in ranks2.run(read_before_on_ranks):
+        assert all(relative(found[key], expected[key], floor=1e-4) < 1e-10 for key in expected)

@@ -35,8 +35,8 @@ from lightning_tp.parallel.local_parameters import (
     rewrite,
 )
 from lightning_tp.parallel.random import RankRandomness
-from lightning_tp.plan.linears import linear_adapter
-from lightning_tp.plan.sharding_plan import AttributeChange, Column, Region, ShardingPlan
+from lightning_tp.plan.linears import feature_changes, linear_adapter
+from lightning_tp.plan.sharding_plan import Column, Region, ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def column_placement(column: Column, features: int, dim: int) -> Placement | Non
 def _distribute_parameters(model: nn.Module, holdings: dict[int, Holding], mesh: DeviceMesh) -> None:
     """Replace every parameter by a DTensor that holds this rank's part. Tied parameters stay tied."""
     replaced: dict[int, nn.Parameter] = {}
-    old: list[nn.Parameter] = []
+    old: list[nn.Parameter] = []  # kept alive: a freed parameter's id could be given to a new one
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
@@ -302,17 +302,7 @@ def _rewrite_modules(
 
 def _local_values(model: nn.Module, region: Region, rank: int) -> dict[str, dict[str, Any]]:
     """For each module the attributes that have another value inside ``region``, with that value."""
-    changes = list(region.attributes)
-    for column in region.columns:
-        adapter: Any = linear_adapter(model.get_submodule(column.module))
-        count = len(column.row_indices(rank))
-        changes.append(AttributeChange(column.module, adapter.output_attribute, count))
-    for name in region.rows:
-        adapter = linear_adapter(model.get_submodule(name))
-        attributes = vars(model.get_submodule(name))
-        if adapter.input_attribute in attributes:
-            share = attributes[adapter.input_attribute] // len(region.columns[0].rows)
-            changes.append(AttributeChange(name, adapter.input_attribute, share))
+    changes = [*region.attributes, *feature_changes(model, region.columns, region.rows, rank)]
     values: dict[str, dict[str, Any]] = {}
     for change in changes:
         attributes = vars(model.get_submodule(change.module))

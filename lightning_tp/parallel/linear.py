@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -35,13 +36,17 @@ class SharedCopy:
         self._group, self._readers = group, readers
         self._source: Tensor | None = None
         self._copied: Tensor | None = None
+        self._with_grad = False
         self._left = 0
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._readers == 1:
             return copy(x, self._group)
-        if self._source is not x or self._copied is None:
+        with_grad = torch.is_grad_enabled()
+        if self._source is not x or self._copied is None or self._with_grad != with_grad:
+            # A copy made without gradients would not reduce those of a later pass.
             self._source, self._copied, self._left = x, copy(x, self._group), self._readers
+            self._with_grad = with_grad
         copied = self._copied
         self._left -= 1
         if not self._left:
@@ -66,14 +71,20 @@ class RowRole:
     randomness: RankRandomness | None
 
 
+def _only(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
+    """The one argument of a linear, by position or by keyword."""
+    (x,) = (*args, *kwargs.values())
+    return x
+
+
 class ColumnParallel(nn.Module):
     """Mixin for a linear split over its output features."""
 
     _parallel: ParallelState
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         role: ColumnRole = self._parallel.role
-        y: Tensor = super().forward(role.shared(x), *args, **kwargs)
+        y: Tensor = super().forward(role.shared(_only(args, kwargs)))
         if role.randomness is not None and self.training:
             role.randomness.enter()
         return y
@@ -84,8 +95,9 @@ class RowParallel(nn.Module):
 
     _parallel: ParallelState
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         role: RowRole = self._parallel.role
+        x = _only(args, kwargs)
         if role.randomness is not None:
             role.randomness.leave()
         y = reduce(role.adapter.product(x, self.weight), role.group)  # type: ignore[arg-type]

@@ -56,8 +56,8 @@ def example_run(trainer: pl.Trainer) -> Callable[[], Any]:
         step = _step_on_own_data(trainer)
 
     def run() -> Any:
-        with _quiet(trainer), _NoCollectives():
-            return step()
+        with _quiet(trainer) as logged, _NoCollectives():
+            return step(), logged
 
     return run
 
@@ -157,15 +157,16 @@ def _generators_kept(loader: DataLoader[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(trainer: pl.Trainer) -> Iterator[None]:
-    """Nothing is logged: ``self.log`` does nothing, and ``self.logger`` swallows what it is given."""
+def _quiet(trainer: pl.Trainer) -> Iterator[list[Any]]:
+    """Nothing is logged: ``self.logger`` swallows what it is given, ``self.log`` only adds it to the list yielded."""
+    logged: list[Any] = []
     modules = [m for m in trainer.lightning_module.modules() if isinstance(m, pl.LightningModule)]
     loggers = trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
     for module in modules:
-        vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **kwargs: None
+        vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **kwargs: logged.append((args, kwargs))
     try:
-        yield
+        yield logged
     finally:
         trainer.loggers = loggers
         for module in modules:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_DEEPEST_OBJECT = 3
+
+
+def tensors_in(value: Any, depth: int = _DEEPEST_OBJECT) -> Iterator[Tensor]:
+    """The tensors in ``value``: in containers, and in the attributes of other objects."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
+            yield from tensors_in(dict(vars(leaf)), depth - 1)
 
 
 class Reach:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_tp.plan.sharding_plan import AttributeChange, Column
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,24 @@ def linear_adapter(module: nn.Module) -> LinearAdapter | None:
                 dense = isinstance(module._parameters.get("weight"), nn.Parameter)
                 return adapter if keeps_forward and plain and dense else None
     return None
+
+
+def feature_changes(
+    model: nn.Module, columns: Sequence[Column], rows: Iterable[str], rank: int
+) -> list[AttributeChange]:
+    """The numbers of features that the linears of a region have on ``rank``."""
+    changes, size = [], len(columns[0].rows)
+    for column in columns:
+        adapter = linear_adapter(model.get_submodule(column.module))
+        if adapter is not None:
+            changes.append(AttributeChange(column.module, adapter.output_attribute, len(column.row_indices(rank))))
+    for name in rows:
+        module = model.get_submodule(name)
+        adapter = linear_adapter(module)
+        if adapter is not None and adapter.input_attribute in vars(module):
+            features = vars(module)[adapter.input_attribute]
+            changes.append(AttributeChange(name, adapter.input_attribute, features // size))
+    return changes
 
 
 def weight_operand(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

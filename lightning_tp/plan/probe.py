@@ -18,14 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_tp.plan.graph import Reach
+from lightning_tp.errors import ParallelConfigError
+from lightning_tp.plan.graph import Reach, tensors_in
 from lightning_tp.plan.linears import LinearAdapter, linear_adapter
 from lightning_tp.plan.sharding_plan import Column, ranges_of
 from lightning_tp.plan.trace import LinearCall, LinearTrace, ModuleCall, Run, module_calls
 
 _LARGEST_LEGAL_SIZE = 1024
+_MOST_RUNS = 32
+"""Runs of the model at most; one is enough unless activations hide rows."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +113,39 @@ def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int) -
     require gradients.
     """
     linears = splittable_linears(model)
-    trace = LinearTrace({id(linear.weight): linear.weight for linear in linears.values()})
-    with module_calls(model, trace.stack), trace:
-        trace.run.outputs = run()
-    return _Analysis(model, linears, trace.run, tensor_parallel_size).result()
+    weights = {id(linear.weight): linear.weight for linear in linears.values()}
+
+    def traced(seed: int) -> Run:
+        trace = LinearTrace(weights, seed)
+        with module_calls(model, trace.stack, trace.run.outermost), trace:
+            trace.run.outputs = run()
+        return trace.run
+
+    return _Analysis(model, linears, traced, tensor_parallel_size).result()
+
+
+def _outputs(run: Run) -> list[Tensor]:
+    """What the run returns; where that is no tensor (a validation step), what its outermost modules return."""
+    outputs = list(tensors_in(run.outputs)) or list(tensors_in(run.outermost))
+    if not outputs:
+        raise ParallelConfigError(
+            "The model returns no tensor in the run that plans its split, so nothing shows what is computed from it. "
+            "Return the loss from the step, or set example_input_array on the LightningModule."
+        )
+    return outputs
 
 
 class _Analysis:
     def __init__(
-        self, model: nn.Module, linears: dict[str, SplittableLinear], run: Run, tensor_parallel_size: int
+        self,
+        model: nn.Module,
+        linears: dict[str, SplittableLinear],
+        traced: Callable[[int], Run],
+        tensor_parallel_size: int,
     ) -> None:
-        self.linears, self.run, self.size = linears, run, tensor_parallel_size
+        run = traced(0)
+        self.linears, self.run, self.traced, self.size = linears, run, traced, tensor_parallel_size
+        self.runs = [run]
         self.parameter_names = {id(p): name for name, p in model.named_parameters()}
         parameters = list(model.parameters())
         self.parameter_of_bit = dict(enumerate(parameters, start=len(run.calls)))
@@ -130,8 +154,8 @@ class _Analysis:
             warnings.simplefilter("ignore")
             self.consumed = [self.reach.of(call.x) for call in run.calls]
             self.returned = 0
-            for leaf in tree_leaves(run.outputs):
-                self.returned |= self.reach.of(leaf)
+            for tensor in (*_outputs(run), *run.observed):
+                self.returned |= self.reach.of(tensor)
         self.ineligible = self._ineligible()
         self.reasons = dict(self.ineligible)
         self.misfits: list[Misfit] = []
@@ -252,14 +276,16 @@ class _Analysis:
         outputs = [self.run.calls[producer] for producer in producers]
         needed = [torch.zeros(size, call.y.shape[-1], dtype=torch.bool) for call in outputs]
         for consumer in consumers:
-            x = self.run.calls[consumer].x
-            if x.shape[-1] % size:
+            if self.run.calls[consumer].x.shape[-1] % size:
                 return [], f"{size} ranks do not divide the input features of {self.run.calls[consumer].owner}"
-            for rank in range(size):
-                for rows, more in zip(needed, self._rows_needed(x, rank, size, producers), strict=True):
+        for number in range(_MOST_RUNS):
+            for consumer, rank in itertools.product(consumers, range(size)):
+                for rows, more in zip(needed, self._rows_needed(number, consumer, rank, size, producers), strict=True):
                     rows[rank] |= more
                 if size > 1 and all(rows[rank].all() for rows in needed):
                     return [], f"every rank would need all outputs of {_listed(call.owner for call in outputs[:3])}"
+            if all(rows.any(0).all() for rows in needed):
+                break
         columns = []
         for call, rows in zip(outputs, needed, strict=True):
             if not rows.any(0).all():
@@ -273,12 +299,18 @@ class _Analysis:
             return [], f"the ranks would share outputs of all of {_listed(column.module for column in columns[:3])}"
         return columns, None
 
-    def _rows_needed(self, x: Tensor, rank: int, size: int, producers: list[int]) -> list[Tensor]:
+    def _rows_needed(self, number: int, consumer: int, rank: int, size: int, producers: list[int]) -> list[Tensor]:
+        """For each producer the output rows that ``rank`` was seen to need for ``consumer`` in run ``number``.
+
+        One run may miss rows that an activation has cut off (a ReLU below zero), which another run shows.
+        """
+        calls = self._calls(number)
+        x = calls[consumer].x
         share = x.shape[-1] // size
         chunk = x.narrow(-1, rank * share, share)
         generator = torch.Generator(chunk.device).manual_seed(rank)
         weights = torch.randn(chunk.shape, dtype=chunk.dtype, device=chunk.device, generator=generator)
-        outputs = [self.run.calls[producer].y for producer in producers]
+        outputs = [calls[producer].y for producer in producers]
         grads = torch.autograd.grad((chunk * weights).sum(), outputs, retain_graph=True, allow_unused=True)
         return [
             torch.zeros(y.shape[-1], dtype=torch.bool)
@@ -286,6 +318,18 @@ class _Analysis:
             else (grad.reshape(-1, grad.shape[-1]) != 0).any(0).cpu()
             for y, grad in zip(outputs, grads, strict=True)
         ]
+
+    def _calls(self, number: int) -> list[LinearCall]:
+        """The calls of run ``number``, which takes place when it is first asked for."""
+        if number == len(self.runs):
+            self.runs.append(self.traced(number))
+        calls = self.runs[number].calls
+        if [call.owner for call in calls] != [call.owner for call in self.run.calls]:
+            raise ParallelConfigError(
+                "The model calls other linears each time it is run on one input, so its split cannot be planned. "
+                "Give the strategy a saved plan."
+            )
+        return calls
 
     def _legal_sizes(self, producers: list[int], consumers: list[int]) -> tuple[int, ...]:
         """The sizes that split this group: multiples are built up from primes, so few are tried."""

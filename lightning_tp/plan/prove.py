@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_tp.dropout import without_dropout
-from lightning_tp.plan.linears import weight_operand
+from lightning_tp.plan.graph import tensors_in
+from lightning_tp.plan.linears import feature_changes, weight_operand
 from lightning_tp.plan.probe import Candidate, SplittableLinear
 from lightning_tp.plan.sharding_plan import AttributeChange, SizeRule
 from lightning_tp.plan.sizes import SIZED_FUNCTIONS, apply_rule, derive_rule, names_sizes, output_shape
@@ -143,6 +144,7 @@ class RegionProof:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.slots = [(m, key, p) for m in self.module.modules() for key, p in m._parameters.items() if p is not None]
         self.parameter_names = {id(p): name for name, p in model.named_parameters()}
+        self.features = [feature_changes(model, candidate.columns, candidate.rows, rank) for rank in range(size)]
         self.dtype = torch.float64
         try:
             self.references = self._references()
@@ -231,13 +233,14 @@ class RegionProof:
             None if full is None else full.full_outputs,
             full.calls if full is not None and rescale else None,
         )
-        changes = [] if rank is None else [*feature_changes(self.columns, self.rows, self.candidate, rank), *attributes]
+        changes = [] if rank is None else [*self.features[rank], *attributes]
         args, kwargs = inputs
         with self._swapped(tensors), changed_attributes(self.model, changes), mode:
             returned = self.run() if self.candidate.call is None else self.module(*args, **kwargs)
         if len(mode.outputs) != len(self.rows):
             raise NotProven("its rows were not reached when its module ran by itself")
         leaves = [leaf for _, leaf in mode.inputs.values()]
+        results = [] if self.candidate.call is None else self._results(returned, leaves)
         past = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         names = [(self.parameter_names[id(p)], tensors[id(p)]) for p in {id(p): p for _, _, p in self.slots}.values()]
         generator = torch.Generator().manual_seed(7)
@@ -253,7 +256,7 @@ class RegionProof:
             input_grads=list(grads[: len(leaves)]),
             leaks=[str(i) for i, grad in enumerate(grads[len(leaves) : len(leaves) + len(past)]) if grad is not None],
             parameter_grads=dict(zip((name for name, _ in names), grads[len(leaves) + len(past) :], strict=True)),
-            results=[] if self.candidate.call is None else self._results(returned, leaves),
+            results=results,
             calls=mode.calls,
             rules=mode.rules,
         )
@@ -262,13 +265,12 @@ class RegionProof:
     def _results(returned: Any, leaves: list[Tensor]) -> list[Tensor | None]:
         """The tensors that the module returns, without those that depend on its columns other than through its rows."""
         results: list[Tensor | None] = []
-        for value in tree_leaves(returned):
-            if isinstance(value, Tensor):
-                inside = value.requires_grad and any(
-                    grad is not None
-                    for grad in torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
-                )
-                results.append(None if inside else value.detach())
+        for value in tensors_in(returned):
+            inside = value.requires_grad and any(
+                grad is not None
+                for grad in torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
+            )
+            results.append(None if inside else value.detach())
         return results
 
     def _shares(self, parameters: Mapping[int, Tensor], rank: int) -> dict[int, Tensor]:
@@ -338,21 +340,6 @@ class RegionProof:
                 module._parameters[key] = parameter
             for module, entries in buffers:
                 module._buffers.update(entries)
-
-
-def feature_changes(
-    columns: Mapping[str, SplittableLinear], rows: Mapping[str, SplittableLinear], candidate: Candidate, rank: int
-) -> list[AttributeChange]:
-    """The numbers of features that a region's linears have on one rank."""
-    changes = []
-    for column in candidate.columns:
-        count = len(column.row_indices(rank))
-        changes.append(AttributeChange(column.module, columns[column.module].adapter.output_attribute, count))
-    for name, linear in rows.items():
-        attribute = linear.adapter.input_attribute
-        if attribute is not None and attribute in vars(linear.module):
-            changes.append(AttributeChange(name, attribute, linear.input_features // len(candidate.columns[0].rows)))
-    return changes
 
 
 @contextmanager

@@ -15,6 +15,11 @@ from torch.overrides import TorchFunctionMode
 from lightning_tp.dropout import without_dropout
 from lightning_tp.plan.linears import weight_operand
 
+_OBSERVERS = {
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__,
+    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__,
+}  # fmt: skip
+
 
 @dataclass
 class ModuleCall:
@@ -24,7 +29,6 @@ class ModuleCall:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    training: bool
 
 
 @dataclass
@@ -32,7 +36,6 @@ class LinearCall:
     """One product with a weight of the model.
 
     Attributes:
-        index: Position among the linear calls of the run.
         owner: The module that holds the weight, if its own forward made the call, else None.
         weight: The weight as it is known in the model.
         x: The input ``[..., in]``, attached to the graph that leads back to earlier cuts.
@@ -41,7 +44,6 @@ class LinearCall:
         random_before: Dropouts that the run had met when this call came.
     """
 
-    index: int
     owner: str | None
     weight: nn.Parameter
     x: Tensor
@@ -58,6 +60,10 @@ class Run:
     foreign_uses: set[int] = field(default_factory=set)
     """ids of the weights that something else than their own linear reads."""
     random_calls: int = 0
+    observed: list[Tensor] = field(default_factory=list)
+    """Tensors that became numbers of Python, to be compared or logged: they have left the computation."""
+    outermost: list[Any] = field(default_factory=list)
+    """What the outermost module calls have returned."""
     outputs: Any = None
 
 
@@ -93,6 +99,8 @@ class LinearTrace(TorchFunctionMode):
             for entry in value if isinstance(value, (list, tuple)) else (value,):
                 if id(entry) in self._weights and entry is not own and isinstance(entry, nn.Parameter):
                     self.run.foreign_uses.add(id(entry))
+        if function in _OBSERVERS:
+            self.run.observed.append(args[0])
         with torch.enable_grad():
             if function is Tensor.detach:
                 return args[0].view_as(args[0])
@@ -109,7 +117,6 @@ class LinearTrace(TorchFunctionMode):
         ).requires_grad_(True)
         self.run.calls.append(
             LinearCall(
-                index=len(self.run.calls),
                 owner=caller.name if is_own and caller is not None else None,
                 weight=weight,
                 x=x,
@@ -127,16 +134,18 @@ class LinearTrace(TorchFunctionMode):
 
 
 @contextmanager
-def module_calls(model: nn.Module, stack: list[ModuleCall]) -> Iterator[None]:
-    """Keep ``stack`` equal to the module calls that are running, outermost first."""
+def module_calls(model: nn.Module, stack: list[ModuleCall], outermost: list[Any]) -> Iterator[None]:
+    """Keep ``stack`` equal to the module calls that are running, and collect what the ``outermost`` return."""
     handles = []
     for name, module in model.named_modules():
 
         def enter(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            stack.append(ModuleCall(name, module, args, kwargs, module.training))
+            stack.append(ModuleCall(name, module, args, kwargs))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             stack.pop()
+            if not stack:
+                outermost.append(output)
 
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
