@@ -343,8 +343,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str] | None]] = {
         lambda: Stack(SelfAttention("chunk", norm="head")),
         {"blocks.0.qkv", "blocks.0.proj"},
     ),
-    "q and k norms over all features": (lambda: Stack(SelfAttention("chunk", norm="whole")), set()),
-    "bias for each head": (lambda: Stack(SelfAttention("chunk", bias="relative")), set()),
+    "q and k norms over all features": (
+        lambda: Stack(SelfAttention("chunk", norm="whole")),
+        {"blocks.0.qkv", "blocks.0.q_norm.weight", "blocks.0.k_norm.weight", "blocks.0.proj"},
+    ),
+    "bias for each head": (
+        lambda: Stack(SelfAttention("chunk", bias="relative")),
+        {"blocks.0.qkv", "blocks.0.bias", "blocks.0.proj"},
+    ),
     "relu": (lambda: Stack(FeedForward("relu")), {"blocks.0.up", "blocks.0.down"}),
     "fused gate": (lambda: Stack(FeedForward("fused gate")), {"blocks.0.up", "blocks.0.down"}),
     "interleaved gate": (lambda: Stack(FeedForward("interleaved gate")), {"blocks.0.up", "blocks.0.down"}),
@@ -362,7 +368,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str] | None]] = {
         {f"blocks.0.attention.{name}" for name in "qkvo"},
     ),
     "zeros hide": (lambda: Stack(Gated()), {"blocks.0.up", "blocks.0.gate", "blocks.0.down"}),
-    "whole parameter inside": (lambda: Stack(InnerScale()), set()),
+    "whole parameter inside": (lambda: Stack(InnerScale()), {"blocks.0.up", "blocks.0.scale", "blocks.0.down"}),
     "scalar parameter inside": (lambda: Stack(InnerScalar()), {"blocks.0.up", "blocks.0.down"}),
     "second use of the hidden features": (lambda: Stack(Leaky()), set()),
     "hidden features in an object": (lambda: Stack(Unpacked()), set()),
@@ -370,7 +376,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str] | None]] = {
     "linears called by keyword": (lambda: Stack(ByKeyword()), {"blocks.0.up", "blocks.0.down"}),
     "two rows": (lambda: Stack(TwoRows()), {"blocks.0.up", "blocks.0.a", "blocks.0.b"}),
     "called twice": (lambda: Stack(Shared()), {"blocks.0.inner.up", "blocks.0.inner.down"}),
-    "weights used by hand": (lambda: Stack(ByHand()), set()),
+    "weights used by hand": (
+        lambda: Stack(ByHand()),
+        {"blocks.0.up.weight", "blocks.0.up.bias", "blocks.0.down.weight"},
+    ),
     "no gradient and batch norm": (
         lambda: Stack(Expert()),
         {"blocks.0.up", "blocks.0.down", "blocks.0.teacher.up", "blocks.0.teacher.down"},
@@ -386,6 +395,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str] | None]] = {
         lambda: nn.TransformerEncoder(
             nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
         ),
-        {f"layers.{layer}.linear{number}" for layer in (0, 1) for number in (1, 2)},
+        {
+            f"layers.{layer}.{name}"
+            for layer in (0, 1)
+            for name in (
+                "linear1",
+                "linear2",
+                "self_attn.in_proj_weight",
+                "self_attn.in_proj_bias",
+                "self_attn.out_proj.weight",
+            )
+        },
     ),
 }

@@ -58,7 +58,7 @@ def numbers_on_ranks(name: str) -> tuple[set[str], dict[str, torch.Tensor]]:
     size = dist.get_world_size()
     plan = lightning_tp.find_plan(model, inputs(), size, unsplittable="replicate")
     lightning_tp.parallelize(model, ParallelLayout(1, size).device_mesh("cpu"), plan)
-    split = {c.module for _, c in plan.columns()} | {row for region in plan.regions for row in region.rows}
+    split = {name for region in plan.regions for name in (*region.split_names, *region.rows)}
     return split, numbers(model)
 
 

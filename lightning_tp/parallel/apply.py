@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_tp.errors import ParallelConfigError, PlanError
 from lightning_tp.layout import TENSOR_AXIS
 from lightning_tp.parallel.linear import (
+    BoundaryParallel,
+    BoundaryRole,
     ColumnParallel,
     ColumnRole,
+    EntryLinear,
+    EntryRole,
+    NormRole,
+    ParallelNorm,
     RegionModule,
     RegionRole,
     RowParallel,
@@ -35,8 +41,10 @@ from lightning_tp.parallel.local_parameters import (
     rewrite,
 )
 from lightning_tp.parallel.random import RankRandomness
+from lightning_tp.parallel.torch_modules import local_forward, without_fused_paths
 from lightning_tp.plan.linears import feature_changes, linear_adapter
-from lightning_tp.plan.sharding_plan import Column, Region, ShardingPlan
+from lightning_tp.plan.norms import Norm, recognised_norm
+from lightning_tp.plan.sharding_plan import Column, Region, ShardingPlan, Split
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,8 @@ class Holding:
     """The whole parameter is held, and the rows of ``indices`` are read."""
     partial: bool = False
     """Gradients are partial sums over ``tp``."""
+    counts: bool = True
+    """Whether this rank counts the parameter; if not it reads zeros."""
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> nn.Module:
@@ -79,8 +89,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> nn.Mo
     refuse_hidden_references(model)
     broadcast_from_rank_zero(model)
     holdings = _holdings(model, plan, tensor_mesh, data_parallel=mesh.size() // tensor_mesh.size())
+    norms = {name: recognised_norm(model.get_submodule(name)) for region in plan.regions for name in region.norms}
     _distribute_parameters(model, holdings, tensor_mesh)
-    _rewrite_modules(model, plan, holdings, tensor_mesh, (mesh.size() // tensor_mesh.size(), tensor_mesh.size()))
+    sizes = (mesh.size() // tensor_mesh.size(), tensor_mesh.size())
+    _rewrite_modules(model, plan, holdings, norms, tensor_mesh, sizes)
     return model
 
 
@@ -118,6 +130,32 @@ def check_plan(model: nn.Module, plan: ShardingPlan, size: int) -> None:
             raise PlanError(
                 f"{size} ranks do not divide the {weight.shape[adapter.input_dim]} input features of {name}."
             )
+    _check_parameters(model, plan, size)
+
+
+def _check_parameters(model: nn.Module, plan: ShardingPlan, size: int) -> None:
+    """As :func:`check_plan`, for what a region names beside its columns and rows."""
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    for region in plan.regions:
+        named = [*region.partial, *(shard.parameter for shard in region.shards)]
+        missing = [name for name in named if name not in parameters]
+        others = [region.module, *region.norms, *(entry.module for entry in region.entries)]
+        missing += [name for name in others if name not in modules]
+        if missing:
+            raise PlanError(
+                f"The plan names {', '.join(missing[:5])}, which this model does not have. It was made for another "
+                'model; find a new one with plan="auto".'
+            )
+        for shard in region.shards:
+            shape = parameters[shard.parameter].shape
+            rows = {row for rank in range(size) for row in shard.row_indices(rank)}
+            if shard.dim >= len(shape) or rows != set(range(shape[shard.dim])):
+                raise PlanError(f"The plan's parts of {shard.parameter} are not those of its shape {tuple(shape)}.")
+        for name in region.norms:
+            if recognised_norm(modules[name]) is None:
+                raise PlanError(f"The plan splits the normalisation {name}, which is none that is known.")
+        if region.boundary is not None and region.found_by == "adapter" and not local_forward(modules[region.module]):
+            raise PlanError(f"The plan splits {region.module} in a way that its class has not.")
 
 
 def refuse_hidden_references(model: nn.Module) -> None:
@@ -177,7 +215,7 @@ def _holdings(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, data_paral
             for key, dim in (("weight", adapter.output_dim), ("bias", 0)):
                 parameter = module._parameters.get(key)
                 if parameter is not None:
-                    holdings[id(parameter)] = _column_holding(parameter, column, dim, rank, data_parallel)
+                    holdings[id(parameter)] = _split_holding(parameter, column, dim, rank, data_parallel)
         for row in region.rows:
             module = model.get_submodule(row)
             adapter = linear_adapter(module)
@@ -185,15 +223,19 @@ def _holdings(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, data_paral
             share = weight.shape[adapter.input_dim] // mesh.size()
             index = torch.arange(rank * share, (rank + 1) * share, device=weight.device)
             holdings[id(weight)] = Holding(Shard(adapter.input_dim), (adapter.input_dim, index))
+        for shard in region.shards:
+            parameter = parameters[shard.parameter]
+            holdings[id(parameter)] = _split_holding(parameter, shard, shard.dim, rank, data_parallel)
+        once = region.boundary.once if region.boundary is not None else ()
         for name in region.partial:
-            holdings[id(parameters[name])] = Holding(Replicate(), partial=True)
+            holdings[id(parameters[name])] = Holding(Replicate(), partial=True, counts=rank == 0 or name not in once)
     return holdings
 
 
-def _column_holding(parameter: Tensor, column: Column, dim: int, rank: int, data_parallel: int) -> Holding:
-    indices = (dim, torch.tensor(column.row_indices(rank), device=parameter.device))
-    placement = column_placement(column, parameter.shape[dim], dim)
-    if isinstance(placement, _StridedShard) and data_parallel > 1:
+def _split_holding(parameter: Tensor, split: Split, dim: int, rank: int, data_parallel: int) -> Holding:
+    indices = (dim, torch.tensor(split.row_indices(rank), device=parameter.device))
+    placement = split_placement(split, parameter.shape[dim], dim)
+    if isinstance(placement, _StridedShard) and data_parallel > 1 and dim == 0:
         # FSDP shards dim 0 again, and torch cannot put nested strides back in order; another dim it can.
         other = 1 - dim
         if parameter.dim() < 2 or parameter.shape[other] % data_parallel:
@@ -203,12 +245,12 @@ def _column_holding(parameter: Tensor, column: Column, dim: int, rank: int, data
     return Holding(placement, indices)
 
 
-def column_placement(column: Column, features: int, dim: int) -> Placement | None:
-    """The DTensor placement whose local tensors are the column's rows; None where torch has none."""
-    size = len(column.rows)
-    if not column.is_sharded or features % size:
+def split_placement(split: Split, features: int, dim: int) -> Placement | None:
+    """The DTensor placement whose local tensors are the ranks' rows; None where torch has none."""
+    size = len(split.rows)
+    if not split.is_sharded or features % size:
         return None
-    for sections in range(1, max(len(ranges) for ranges in column.rows) + 1):
+    for sections in range(1, max(len(ranges) for ranges in split.rows) + 1):
         if features % (size * sections):
             continue
         length = features // (size * sections)
@@ -216,7 +258,7 @@ def column_placement(column: Column, features: int, dim: int) -> Placement | Non
             [start + i for start in range(rank * length, features, size * length) for i in range(length)]
             for rank in range(size)
         ]
-        if all(column.row_indices(rank) == expected[rank] for rank in range(size)):
+        if all(split.row_indices(rank) == expected[rank] for rank in range(size)):
             return Shard(dim) if sections == 1 else _StridedShard(dim, split_factor=sections)
     return None
 
@@ -256,7 +298,12 @@ def _distributed(parameter: nn.Parameter, holding: Holding, mesh: DeviceMesh) ->
 
 
 def _rewrite_modules(
-    model: nn.Module, plan: ShardingPlan, holdings: dict[int, Holding], mesh: DeviceMesh, mesh_sizes: tuple[int, int]
+    model: nn.Module,
+    plan: ShardingPlan,
+    holdings: dict[int, Holding],
+    norms: Mapping[str, Norm | None],
+    mesh: DeviceMesh,
+    mesh_sizes: tuple[int, int],
 ) -> None:
     """Give every module that owns parameters, holds a region or changes an attribute its generated class."""
     group = mesh.get_group()
@@ -264,45 +311,90 @@ def _rewrite_modules(
     states = {name: ParallelState(scope) for name, module in model.named_modules() if module._parameters}
     root = states.setdefault("", ParallelState(scope))
     root.plan, root.mesh_sizes = plan, mesh_sizes
-    mixins: dict[str, list[type]] = {}
     for name, state in states.items():
         for key, parameter in model.get_submodule(name)._parameters.items():
             if parameter is not None:
                 holding = holdings[id(parameter)]
-                state.reads[key] = LocalRead(group, holding.partial, holding.indices if holding.read_rows else None)
-    modules_with_regions: dict[str, list[tuple[Region, Scope, RankRandomness | None]]] = {}
-    device = next((local_tensor(p).device for p in model.parameters()), torch.device("cpu"))
+                rows = holding.indices if holding.read_rows else None
+                state.reads[key] = LocalRead(group, holding.partial, rows, holding.counts)
+    for name, module in model.named_modules():
+        fixed = without_fused_paths(module)
+        if fixed:
+            states.setdefault(name, ParallelState(scope)).attributes.append(LocalAttributes(scope, fixed))
+    mixins: dict[str, list[type]] = {}
+    by_module: dict[str, list[_RunningRegion]] = {}
     for region in plan.regions:
-        region_scope = Scope()
-        randomness = RankRandomness(mesh.get_local_rank(), device, len(region.rows)) if region.random else None
-        modules_with_regions.setdefault(region.module, []).append((region, region_scope, randomness))
-        for names in region.inputs:
-            shared = SharedCopy(group, len(names))
-            for name in names:
-                states[name].role = ColumnRole(shared, randomness)
-                mixins.setdefault(name, []).append(ColumnParallel)
-        for name in region.rows:
-            adapter: Any = linear_adapter(model.get_submodule(name))
-            states[name].role = RowRole(group, adapter, randomness)
-            mixins.setdefault(name, []).append(RowParallel)
+        running = _RunningRegion(model, region, mesh, group)
+        by_module.setdefault(region.module, []).append(running)
+        for name, role, mixin in running.roles(model):
+            states.setdefault(name, ParallelState(scope)).role = role
+            mixins.setdefault(name, []).append(mixin)
+        for name in region.norms:
+            states[name].role = NormRole(group, norms[name])
+            mixins.setdefault(name, []).append(ParallelNorm)
         for module_name, values in _local_values(model, region, mesh.get_local_rank()).items():
-            states.setdefault(module_name, ParallelState(scope)).attributes.append(
-                LocalAttributes(region_scope, values)
-            )
-    for name, entries in modules_with_regions.items():
-        if len({region.sizes for region, _, _ in entries}) > 1:
-            raise PlanError(f"The regions of {name or 'the model'} must have the same rules for sizes.")
-        state = states.setdefault(name, ParallelState(scope))
-        streams = [stream for _, _, stream in entries if stream is not None]
-        state.role = RegionRole(name, [scope for _, scope, _ in entries], entries[0][0].sizes, streams)
+            state = states.setdefault(module_name, ParallelState(scope))
+            state.attributes.append(LocalAttributes(running.scope, values))
+    for name, regions in by_module.items():
+        states.setdefault(name, ParallelState(scope)).region = _region_role(name, regions, mesh.get_local_rank(), group)
         mixins.setdefault(name, []).append(RegionModule)
     for name, state in states.items():
         rewrite(model.get_submodule(name), state, tuple(mixins.get(name, ())))
 
 
+class _RunningRegion:
+    """What the modules of one region share while they run."""
+
+    def __init__(self, model: nn.Module, region: Region, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+        self.region, self.group, self.rank, self.size = region, group, mesh.get_local_rank(), mesh.size()
+        self.device = next((local_tensor(p).device for p in model.parameters()), torch.device("cpu"))
+        self.scope = Scope()
+        self.copies = SharedCopy(group, sum(len(names) for names in region.inputs))
+        rows = max(len(region.rows), 1)
+        self.randomness = RankRandomness(self.rank, self.device, rows) if region.random else None
+
+    def roles(self, model: nn.Module) -> Iterator[tuple[str, Any, type]]:
+        """Name, role and mixin of every module that takes part."""
+        region = self.region
+        for column in region.columns:
+            yield column.module, ColumnRole(self.copies, self.randomness), ColumnParallel
+        for name in region.rows:
+            adapter: Any = linear_adapter(model.get_submodule(name))
+            yield name, RowRole(self.group, adapter, self.randomness), RowParallel
+        for entry in region.entries:
+            yield (
+                entry.module,
+                EntryRole(self.group, torch.tensor(entry.row_indices(0), device=self.device)),
+                EntryLinear,
+            )
+        if region.boundary is not None:
+            function = local_forward(model.get_submodule(region.module)) if region.found_by == "adapter" else None
+            role = BoundaryRole(self.group, self.rank, self.size, function, self.randomness)
+            yield region.module, role, BoundaryParallel
+
+
+def _region_role(name: str, regions: list[_RunningRegion], rank: int, group: dist.ProcessGroup) -> RegionRole:
+    if len({running.region.sizes for running in regions}) > 1:
+        raise PlanError(f"The regions of {name or 'the model'} must have the same rules for sizes.")
+    if len({running.region.arguments for running in regions}) > 1:
+        raise PlanError(f"The regions of {name or 'the model'} must slice the same arguments.")
+    return RegionRole(
+        name,
+        group,
+        rank,
+        [running.scope for running in regions],
+        regions[0].region.sizes,
+        regions[0].region.arguments,
+        [running.copies for running in regions],
+        [running.randomness for running in regions if running.randomness is not None],
+    )
+
+
 def _local_values(model: nn.Module, region: Region, rank: int) -> dict[str, dict[str, Any]]:
     """For each module the attributes that have another value inside ``region``, with that value."""
-    changes = [*region.attributes, *feature_changes(model, region.columns, region.rows, rank)]
+    changes = list(region.attributes)
+    if region.columns:
+        changes += feature_changes(model, region.columns, region.rows, rank)
     values: dict[str, dict[str, Any]] = {}
     for change in changes:
         attributes = vars(model.get_submodule(change.module))

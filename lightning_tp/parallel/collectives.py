@@ -39,6 +39,17 @@ def copy_parameter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Copy.apply(x, group, False) if torch.is_grad_enabled() and x.requires_grad else x
 
 
+def copy_features(x: Tensor, features: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """As :func:`copy`, for some of the last dim's features only: the gradients of the others are whole already.
+
+    Args:
+        x: ``[..., n]``, equal on every rank.
+        features: indices into the last dim.
+        group: the tensor-parallel group.
+    """
+    return _CopyFeatures.apply(x, features, group) if torch.is_grad_enabled() and x.requires_grad else x
+
+
 def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum the partial results of a region over ``group``; the result is equal on every rank.
 
@@ -61,6 +72,18 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         owned = grad.contiguous() if ctx.in_place else grad.clone(memory_format=torch.contiguous_format)
         return _all_reduce(owned, ctx.group), None, None
+
+
+class _CopyFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, features: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.features, ctx.group = features, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        summed = _all_reduce(grad.index_select(-1, ctx.features), ctx.group)
+        return grad.index_copy(-1, ctx.features, summed), None, None
 
 
 class _Reduce(torch.autograd.Function):

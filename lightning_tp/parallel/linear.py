@@ -12,7 +12,7 @@ row      ``[M, K/R]``  ``[N, K/R]``       ``[M, N]``      forward: all-reduce of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,38 +20,48 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from lightning_tp.parallel.collectives import copy, reduce
+from lightning_tp.parallel.collectives import copy, copy_features, copy_parameter, reduce
 from lightning_tp.parallel.local_parameters import ParallelState, Scope
 from lightning_tp.parallel.random import RankRandomness
+from lightning_tp.plan.arguments import sliced_arguments
 from lightning_tp.plan.linears import LinearAdapter
-from lightning_tp.plan.sharding_plan import SizeRule
+from lightning_tp.plan.norms import Norm
+from lightning_tp.plan.sharding_plan import ArgumentSlice, SizeRule
 from lightning_tp.plan.sizes import RescaledSizes
 
 
 class SharedCopy:
-    """One copy for all columns that read the same tensor, so that their input gradients are reduced together."""
+    """One copy for all columns of a region that read the same tensor, so that their input gradients are reduced together.
 
-    def __init__(self, group: dist.ProcessGroup, readers: int) -> None:
-        self._group, self._readers = group, readers
-        self._source: Tensor | None = None
-        self._copied: Tensor | None = None
-        self._with_grad = False
-        self._left = 0
+    Args:
+        calls: How often the columns are called in one run of the region.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, calls: int) -> None:
+        self._group, self._calls = group, calls
+        self._made: list[tuple[Tensor, int, Tensor]] = []
+        self._left = calls
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._readers == 1:
+        if not torch.is_grad_enabled() or not x.requires_grad:
+            return x
+        if self._calls == 1:
             return copy(x, self._group)
-        with_grad = torch.is_grad_enabled()
-        if self._source is not x or self._copied is None or self._with_grad != with_grad:
-            # A copy made without gradients would not reduce those of a later pass.
-            self._source, self._copied, self._left = x, copy(x, self._group), self._readers
-            self._with_grad = with_grad
-        copied = self._copied
+        copied = next((made for source, version, made in self._made if source is x and version == x._version), None)
+        if copied is None:
+            copied = copy(x, self._group)
+            self._made.append((x, x._version, copied))
         self._left -= 1
         if not self._left:
-            self._source = self._copied = None
+            self.end()
         return copied
+
+    def end(self) -> None:
+        """Forget the copies: the region has run."""
+        self._made.clear()
+        self._left = self._calls
 
 
 @dataclass(frozen=True)
@@ -108,11 +118,15 @@ class RowParallel(nn.Module):
 
 @dataclass(frozen=True)
 class RegionRole:
-    """A module whose forward holds regions: their scopes, their rules for sizes, their random streams."""
+    """A module whose forward holds regions: their scopes, rules for sizes, sliced arguments, copies, random streams."""
 
     name: str
+    group: dist.ProcessGroup
+    rank: int
     scopes: Sequence[Scope]
     sizes: Sequence[SizeRule]
+    arguments: Sequence[ArgumentSlice]
+    copies: Sequence[SharedCopy]
     randomness: Sequence[RankRandomness]
 
 
@@ -122,12 +136,102 @@ class RegionModule(nn.Module):
     _parallel: ParallelState
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        role: RegionRole = self._parallel.role
+        role: RegionRole = self._parallel.region
         with ExitStack() as stack:
             for scope in role.scopes:
                 stack.enter_context(scope)
             if role.sizes:
                 stack.enter_context(RescaledSizes(role.name, role.sizes))
-            for randomness in role.randomness:
-                stack.callback(randomness.end)
+            for state in (*role.randomness, *role.copies):
+                stack.callback(state.end)
+            if role.arguments:
+                args, kwargs = sliced_arguments(
+                    self, role.arguments, role.rank, args, kwargs, lambda x: copy_parameter(x, role.group)
+                )
             return super().__call__(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class BoundaryRole:
+    """A module whose communication stands at its edges.
+
+    Attributes:
+        local_forward: What runs instead of the module's forward, if that cannot run on a share.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    local_forward: Callable[..., Any] | None
+    randomness: RankRandomness | None
+
+
+class BoundaryParallel(nn.Module):
+    """Mixin for a module whose arguments are copied in and whose results are sums over the ranks."""
+
+    _parallel: ParallelState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        role: BoundaryRole = self._parallel.role
+        known: dict[int, Tensor] = {}
+
+        def entering(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            if id(value) not in known:
+                known[id(value)] = copy_parameter(value, role.group)
+            return known[id(value)]
+
+        args, kwargs = tree_map(entering, (args, kwargs))
+        if role.randomness is not None and self.training:
+            role.randomness.enter()
+        if role.local_forward is None:
+            results = super().forward(*args, **kwargs)
+        else:
+            results = role.local_forward(self, role.rank, role.size, *args, **kwargs)
+        if role.randomness is not None:
+            role.randomness.end()
+        # Reduced in place, so never the tensor itself: autograd may have kept it.
+        return tree_map(lambda y: reduce(y.clone(), role.group) if _is_floating(y) else y, results)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+@dataclass(frozen=True)
+class EntryRole:
+    """A whole linear of whose output some features enter a region."""
+
+    group: dist.ProcessGroup
+    rows: Tensor
+
+
+class EntryLinear(nn.Module):
+    """Mixin for a linear that every rank computes whole: gradients that come out of a region are summed."""
+
+    _parallel: ParallelState
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        role: EntryRole = self._parallel.role
+        return copy_features(super().forward(*args, **kwargs), role.rows, role.group)
+
+
+@dataclass(frozen=True)
+class NormRole:
+    """A normalisation over features that are split."""
+
+    group: dist.ProcessGroup
+    norm: Norm
+
+
+class ParallelNorm(nn.Module):
+    """Mixin for a normalisation whose statistics are summed over the ranks."""
+
+    _parallel: ParallelState
+
+    def forward(self, x: Tensor) -> Tensor:
+        role: NormRole = self._parallel.role
+        statistic = copy_parameter(reduce(role.norm.statistic(x), role.group), role.group)
+        bias: Any = self._parameters.get("bias")
+        return role.norm.apply(x, statistic, self.weight, None if bias is None else self.bias)  # type: ignore[arg-type]

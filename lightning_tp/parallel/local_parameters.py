@@ -53,16 +53,20 @@ class LocalRead:
     Attributes:
         partial: Whether gradients of this rank are a partial sum, to be all-reduced over ``group``.
         rows: The rows that this rank takes of a parameter that it holds whole: ``(dim, indices)``; None takes all.
+        counts: Whether this rank counts it; if not it reads zeros.
     """
 
     group: dist.ProcessGroup
     partial: bool = False
     rows: tuple[int, Tensor] | None = None
+    counts: bool = True
 
     def __call__(self, parameter: Tensor) -> Tensor:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if self.partial:
             local = copy_parameter(local, self.group)
+        if not self.counts:
+            local = local * 0.0
         return local if self.rows is None else local.index_select(*self.rows)
 
 
@@ -82,7 +86,8 @@ class ParallelState:
         scope: The step of the whole model.
         reads: How each of the module's own parameters is read.
         attributes: The attributes that regions change.
-        role: A linear's role in its region, or a region's own context.
+        role: What the module is in its region: a column, a row, a normalisation, ...
+        region: The context of the regions that the module's forward holds.
         plan: The plan in force (root module only).
         mesh_sizes: Sizes of the data-parallel and the tensor-parallel axis (root module only).
     """
@@ -91,6 +96,7 @@ class ParallelState:
     reads: dict[str, LocalRead] = field(default_factory=dict)
     attributes: list[LocalAttributes] = field(default_factory=list)
     role: Any = None
+    region: Any = None
     plan: ShardingPlan | None = None
     mesh_sizes: tuple[int, int] = (1, 1)
 

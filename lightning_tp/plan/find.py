@@ -14,9 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tp.errors import ParallelConfigError, PlanError
+from lightning_tp.plan.compare import NotProven
+from lightning_tp.plan.own_products import OwnProducts, boundary_regions, own_products
 from lightning_tp.plan.probe import Candidate, Misfit, Probe, SplittableLinear, probe
-from lightning_tp.plan.prove import NotProven, RegionProof
-from lightning_tp.plan.sharding_plan import AttributeChange, Region, Replicated, ShardingPlan, SizeRule
+from lightning_tp.plan.prove import RegionProof
+from lightning_tp.plan.sharding_plan import (
+    ArgumentSlice,
+    AttributeChange,
+    Region,
+    Replicated,
+    ShardingPlan,
+    SizeRule,
+)
 from lightning_tp.plan.state import module_state_kept, random_state_kept
 from lightning_tp.plan.trace import attribute_names
 
@@ -71,20 +80,44 @@ def find_plan(
         elif found.misfits and unsplittable == "error":
             raise ParallelConfigError(_misfit_message(found.misfits, tensor_parallel_size))
         regions = _regions(model, found, tensor_parallel_size, run)
-    split = {name for region in regions for name in (*(column.module for column in region.columns), *region.rows)}
+        own = own_products(model, found, regions)
+        boundaries, misfits = boundary_regions(model, found, own, tensor_parallel_size, styles)
+        if misfits and styles is None and unsplittable == "error":
+            raise ParallelConfigError(_misfit_message(misfits, tensor_parallel_size))
+        regions += boundaries
     if styles is not None:
         _check_styles_followed(found, styles, regions)
+    return _plan(model, found, own, regions, tensor_parallel_size, time.perf_counter() - started)
+
+
+def _plan(
+    model: nn.Module, found: Probe, own: OwnProducts, regions: list[Region], size: int, seconds: float
+) -> ShardingPlan:
+    split = {name for region in regions for name in (*(column.module for column in region.columns), *region.rows)}
+    shards = {shard.parameter for region in regions for shard in region.shards}
+    parameters = dict(model.named_parameters())
+    by_hand = {f"{name}.{key}" for name, linear in found.linears.items() for key in linear.module._parameters}
+    whole = [
+        Replicated(name, linear.parameters, found.reasons.get(name, "not split"))
+        for name, linear in found.linears.items()
+        if name not in split and f"{name}.weight" not in shards
+    ]
+    others = {name: reason for name, reason in own.reasons.items() if name not in by_hand}
+    whole += [
+        Replicated(name, parameters[name].numel(), reason) for name, reason in others.items() if name not in shards
+    ]
+    sharded_columns = [
+        found.linears[column.module].parameters for region in regions for column in region.columns if column.is_sharded
+    ]
+    rows = [found.linears[row].weight.numel() for region in regions for row in region.rows]
     return ShardingPlan(
-        tensor_parallel_size=tensor_parallel_size,
-        regions=tuple(regions),
-        replicated=tuple(
-            Replicated(name, linear.parameters, found.reasons.get(name, "not split"))
-            for name, linear in found.linears.items()
-            if name not in split
-        ),
-        split_parameters=_split_parameters(regions, found.linears),
-        matmul_parameters=sum(linear.parameters for linear in found.linears.values()),
-        found_in_seconds=round(time.perf_counter() - started, 3),
+        tensor_parallel_size=size,
+        regions=tuple(sorted(regions, key=lambda region: found.order(region.module))),
+        replicated=tuple(whole),
+        split_parameters=sum(sharded_columns) + sum(rows) + sum(parameters[name].numel() for name in shards),
+        matmul_parameters=sum(linear.parameters for linear in found.linears.values())
+        + sum(parameters[name].numel() for name in others),
+        found_in_seconds=round(seconds, 3),
     )
 
 
@@ -159,14 +192,14 @@ def randomised_parameters(model: nn.Module) -> Iterator[None]:
 
 def _regions(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) -> list[Region]:
     """The candidates that can be proven, in the order of the run; the others get a reason."""
-    by_module: dict[str, list[Candidate]] = {}
-    for candidate in found.candidates:
-        by_module.setdefault("" if candidate.call is None else candidate.call.name, []).append(candidate)
     regions: list[Region] = []
     hints: _Hints = {}
-    for candidates in by_module.values():
+    for candidates in _proven_together(found.candidates):
+        linked = len({candidate.call.name if candidate.call else "" for candidate in candidates}) > 1
         proven = [_proven(model, found, [candidate], size, run, hints) for candidate in candidates]
-        if len(candidates) > 1 and any(isinstance(way, str) or way.attributes or way.sizes for way in proven):
+        if linked:
+            proven = _proven_linked(model, found, candidates, proven, size, run)
+        elif len(candidates) > 1 and any(isinstance(way, str) or way.changes_code for way in proven):
             # Changes for one region reach the code of the others in the same module: they are proven together.
             together = _proven(model, found, candidates, size, run, hints)
             if isinstance(together, _Way):
@@ -180,7 +213,7 @@ def _regions(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) 
                 ]
         for candidate, way in zip(candidates, proven, strict=True):
             if isinstance(way, str):
-                for name in (*(column.module for column in candidate.columns), *candidate.rows):
+                for name in candidate.members:
                     found.reasons[name] = way
                 continue
             regions.append(
@@ -190,11 +223,74 @@ def _regions(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) 
                     rows=candidate.rows,
                     inputs=candidate.inputs,
                     partial=candidate.partial,
+                    shards=candidate.shards,
+                    entries=candidate.entries,
                     random=candidate.random,
-                    **vars(way),
+                    **{**vars(way), "norms": tuple(n for n in way.norms if n in candidate.norms)},
                 )
             )
     return regions
+
+
+def _proven_together(candidates: list[Candidate]) -> list[list[Candidate]]:
+    """The candidates in groups: those of one module, and those that split the same parameter."""
+    groups: list[tuple[set[str], list[Candidate]]] = []
+    for candidate in candidates:
+        keys = {f"module {candidate.call.name if candidate.call else ''}"}
+        keys |= {f"parameter {shard.parameter}" for shard in candidate.shards}
+        joined = [group for group in groups if group[0] & keys]
+        groups = [group for group in groups if not group[0] & keys]
+        members = [member for _, group in joined for member in group] + [candidate]
+        groups.append((keys.union(*(names for names, _ in joined)), members))
+    return [members for _, members in groups]
+
+
+def _proven_linked(
+    model: nn.Module,
+    found: Probe,
+    candidates: list[Candidate],
+    alone: list[_Way | str],
+    size: int,
+    run: Callable[[], Any],
+) -> list[_Way | str]:
+    """Regions of several modules that read one split parameter: proven in the module that holds them all.
+
+    What they make of the parameter may pass from one to the other, so no argument is cut there.
+    """
+    failed = next((way for way in alone if isinstance(way, str)), None)
+    ways = [way for way in alone if isinstance(way, _Way)]
+    if failed is not None or any(way.sizes for way in ways):
+        return [failed or "its code needs other sizes, and it shares a parameter with other modules"] * len(candidates)
+    attributes = tuple(dict.fromkeys(change for way in ways for change in way.attributes))
+    try:
+        proof = RegionProof(model, found.linears, _merged(candidates), size, run)
+        verdict = proof.check(attributes)
+    except NotProven as error:
+        return [f"together with the modules that share its parameters: {error}"] * len(candidates)
+    except Exception as error:
+        return [f"together with the modules that share its parameters: {type(error).__name__}: {error}"] * len(
+            candidates
+        )
+    return [replace(way, arguments=(), error=verdict.error, norms=verdict.norms) for way in ways]
+
+
+def _merged(candidates: list[Candidate]) -> Candidate:
+    """All candidates as one, in the innermost module call that holds them all."""
+    common = [
+        level[0]
+        for level in zip(*(candidate.stack for candidate in candidates), strict=False)
+        if all(call is level[0] for call in level)
+    ]
+    return replace(
+        candidates[0],
+        columns=tuple(column for candidate in candidates for column in candidate.columns),
+        rows=tuple(row for candidate in candidates for row in candidate.rows),
+        partial=tuple(dict.fromkeys(name for candidate in candidates for name in candidate.partial)),
+        shards=tuple(dict.fromkeys(shard for candidate in candidates for shard in candidate.shards)),
+        entries=tuple(dict.fromkeys(entry for candidate in candidates for entry in candidate.entries)),
+        norms=tuple(dict.fromkeys(name for candidate in candidates for name in candidate.norms)),
+        stack=tuple(common),
+    )
 
 
 @dataclass(frozen=True)
@@ -203,8 +299,15 @@ class _Way:
 
     attributes: tuple[AttributeChange, ...]
     sizes: tuple[SizeRule, ...]
+    arguments: tuple[ArgumentSlice, ...]
+    norms: tuple[str, ...]
     found_by: str
     error: float
+
+    @property
+    def changes_code(self) -> bool:
+        """Whether other code of the module would see that it is in force."""
+        return bool(self.attributes or self.sizes or self.arguments)
 
 
 _Hints = dict[type, tuple[tuple[tuple[str, AttributeChange], ...], bool]]
@@ -215,16 +318,10 @@ def _proven(
     model: nn.Module, found: Probe, candidates: list[Candidate], size: int, run: Callable[[], Any], hints: _Hints
 ) -> _Way | str:
     """A way in which all ``candidates`` (of one module) are proven together, or why there is none."""
-    candidate = candidates[0]
-    for other in candidates[1:]:
-        candidate = replace(
-            candidate,
-            columns=candidate.columns + other.columns,
-            rows=candidate.rows + other.rows,
-            partial=candidate.partial + other.partial,
-        )
+    candidate = candidates[0] if len(candidates) == 1 else _merged(candidates)
     try:
         proof = RegionProof(model, found.linears, candidate, size, run)
+        proof.slice_arguments()
     except NotProven as error:
         return str(error)
     except Exception as error:
@@ -238,7 +335,7 @@ def _proven(
         ways = itertools.chain([(moved, hint[1])], ways)
     for attributes, rescale in ways:
         try:
-            difference, rules = proof.check(attributes, rescale)
+            verdict = proof.check(attributes, rescale)
         except NotProven as failure:
             last = str(failure)
             continue
@@ -247,9 +344,9 @@ def _proven(
             last = f"{type(failure).__name__}: {first_line}"[:160]
             continue
         hints[type(proof.module)] = (tuple((proof.relative(c.module), c) for c in attributes), rescale)
-        sizes = rules if any(rule.factor > 1 for rule in rules) else ()
+        sizes = verdict.rules if any(rule.factor > 1 for rule in verdict.rules) else ()
         found_by = "sizes" if sizes else "attributes" if attributes else "as is"
-        return _Way(attributes, sizes, found_by, difference)
+        return _Way(attributes, sizes, proof.arguments, verdict.norms, found_by, verdict.error)
     return f"one rank's share could not be proven equal: {last}"
 
 
@@ -330,15 +427,17 @@ def _style_of(name: str, styles: Mapping[str, str]) -> str | None:
 
 def _restrict(found: Probe, styles: Mapping[str, str]) -> None:
     """Keep the candidates that ``styles`` asks for."""
-    unknown = sorted({style for style in styles.values()} - {"column", "row", "replicate"})
+    unknown = sorted({style for style in styles.values()} - {"column", "row", "split", "replicate"})
     if unknown:
-        raise PlanError(f'Unknown style {unknown[0]!r} in the plan. Legal: "column", "row", "replicate".')
-    for pattern in styles:
-        if not any(fnmatchcase(name, pattern) for name in found.linears):
-            near = ", ".join(list(found.linears)[:8])
+        raise PlanError(f'Unknown style {unknown[0]!r} in the plan. Legal: "column", "row", "split", "replicate".')
+    for pattern, style in styles.items():
+        names = found.run.module_calls if style == "split" else found.linears
+        if not any(fnmatchcase(name, pattern) for name in names):
+            kind = "module" if style == "split" else "linear"
+            near = ", ".join(list(names)[:8])
             raise PlanError(
-                f"The pattern {pattern!r} of the plan matches no linear of the model. Its linears are: {near}"
-                f"{', ...' if len(found.linears) > 8 else ''}. Change the pattern, or leave it out."
+                f"The pattern {pattern!r} of the plan matches no {kind} of the model. Its {kind}s are: {near}"
+                f"{', ...' if len(names) > 8 else ''}. Change the pattern, or leave it out."
             )
     for candidate in list(found.candidates):
         roles = {column.module: "column" for column in candidate.columns} | dict.fromkeys(candidate.rows, "row")
@@ -358,11 +457,3 @@ def _check_styles_followed(found: Probe, styles: Mapping[str, str], regions: lis
                 f"The plan asks for {name} as {style}, but that split was not found or not proven: "
                 f"{found.reasons.get(name, 'it has another role')}. Change the plan for {name}."
             )
-
-
-def _split_parameters(regions: list[Region], linears: Mapping[str, SplittableLinear]) -> int:
-    total = 0
-    for region in regions:
-        total += sum(linears[column.module].parameters for column in region.columns if column.is_sharded)
-        total += sum(linears[name].weight.numel() for name in region.rows)
-    return total

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,17 +49,41 @@ ADAPTERS = (
 def linear_adapter(module: nn.Module) -> LinearAdapter | None:
     """The adapter of ``module``, or None where it is no linear that we know.
 
-    A subclass counts as its base only while it keeps the base's forward and holds nothing but a weight and a bias.
+    A subclass counts as its base only while it holds nothing but a weight and a bias, and keeps the base's forward or
+    one that gives the same numbers.
     """
     bases: tuple[Any, ...] = type(module).__mro__
     for base in bases:
         for adapter in ADAPTERS:
             if f"{base.__module__}.{base.__qualname__}" == adapter.type_name:
-                keeps_forward = type(module).forward is base.forward and "forward" not in vars(module)
                 plain = set(module._parameters) <= {"weight", "bias"} and not module._modules and not module._buffers
-                dense = isinstance(module._parameters.get("weight"), nn.Parameter)
-                return adapter if keeps_forward and plain and dense else None
+                dense = isinstance(module._parameters.get("weight"), nn.Parameter) and "forward" not in vars(module)
+                kept = type(module).forward is base.forward or _computes_the_same(module, adapter)
+                return adapter if plain and dense and kept else None
     return None
+
+
+@functools.cache
+def _forward_is_linear(forward: Any, adapter: LinearAdapter) -> bool:
+    """Whether a class's own forward gives ``x W + b``, tried on a small module that has only what it may read."""
+    for with_bias in (True, False):
+        weight = torch.randn(3, 5, dtype=torch.float64)
+        bias = torch.randn(weight.shape[adapter.output_dim], dtype=torch.float64) if with_bias else None
+        x = torch.randn(2, weight.shape[adapter.input_dim], dtype=torch.float64)
+        small = SimpleNamespace(weight=weight, bias=bias, training=True)
+        try:
+            y = forward(small, x)
+        except Exception:  # it reads more than a linear has
+            return False
+        expected = adapter.product(x, weight) if bias is None else adapter.product(x, weight) + bias
+        if not isinstance(y, Tensor) or y.shape != expected.shape or not torch.allclose(y, expected, rtol=1e-12):
+            return False
+    return True
+
+
+def _computes_the_same(module: nn.Module, adapter: LinearAdapter) -> bool:
+    with torch.random.fork_rng(devices=()):
+        return _forward_is_linear(type(module).forward, adapter)
 
 
 def feature_changes(
@@ -78,12 +104,32 @@ def feature_changes(
     return changes
 
 
+PRODUCTS = {
+    F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm,
+    Tensor.bmm, torch.einsum, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, F.bilinear, F.grouped_mm,
+    torch._grouped_mm, F.multi_head_attention_forward,
+}  # fmt: skip
+"""Functions that multiply matrices."""
+
+TRANSPOSES = {Tensor.t, torch.t, Tensor.transpose, torch.transpose}
+"""Functions that give a weight's transposed view."""
+
+_MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
+
+
 def weight_operand(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The ``(input, weight)`` of a call that multiplies by a weight as the known linears do, else None."""
+    """The ``(input, weight)`` of a call that multiplies by a weight as linears do, else None.
+
+    A product with a parameter's transposed view counts as one with the parameter.
+    """
     if function is F.linear:
         operands = (*args, *(kwargs[name] for name in ("input", "weight") if name in kwargs))
         return (operands[0], operands[1]) if len(operands) > 1 else None
     if function is torch.addmm:
         operands = (*args, *(kwargs[name] for name in ("input", "mat1", "mat2") if name in kwargs))
         return (operands[1], operands[2]) if len(operands) > 2 else None
+    if function in _MATMULS and len(args) == 2 and isinstance(args[1], Tensor):
+        base = args[1]._base
+        if isinstance(base, nn.Parameter) and base.dim() == 2 and args[1].shape == base.shape[::-1]:
+            return (args[0], base) if args[1].stride() == base.stride()[::-1] else None
     return None

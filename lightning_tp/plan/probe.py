@@ -5,14 +5,20 @@ producer and a linear's input a consumer, and the graph says which producers eac
 connected components of this bipartite graph that do not contain the model's own output are the candidates: all their
 producers become columns, all their consumers rows. One backward pass for each rank's chunk of a row's input features
 then shows exactly which output rows of each column that rank needs, in whatever order they lie (fused weights
-included).
+included), and which part of every other parameter on the way (a bias for each head).
+
+Where a component does not fit, the producers that every rank needs alike are taken as inputs of what remains
+(:meth:`_Analysis._refined`: the rotary keys of latent attention). What is still left over is probed again with
+normalisations taken element by element (q and k norms over all heads).
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +28,14 @@ from torch import Tensor, nn
 from lightning_tp.errors import ParallelConfigError
 from lightning_tp.plan.graph import Reach, tensors_in
 from lightning_tp.plan.linears import LinearAdapter, linear_adapter
-from lightning_tp.plan.sharding_plan import Column, ranges_of
+from lightning_tp.plan.needs import IndexSets, index_sets, note, split_of
+from lightning_tp.plan.norms import Norm, recognised_norm
+from lightning_tp.plan.sharding_plan import Column, Entry, SplitParameter, ranges_of
 from lightning_tp.plan.trace import LinearCall, LinearTrace, ModuleCall, Run, module_calls
 
 _LARGEST_LEGAL_SIZE = 1024
+_USED_ELSEWHERE = "its weight is also used elsewhere than in its own forward"
+_USED_BY_HAND = "its weight is used without calling the module"
 _MOST_RUNS = 32
 """Runs of the model at most; one is enough unless activations hide rows."""
 
@@ -62,18 +72,39 @@ class Candidate:
     Attributes:
         columns: The column-parallel linears with the rows of each rank.
         rows: Names of the row-parallel linears.
-        inputs: Names of the columns grouped by the input tensor that they share.
+        inputs: Names of the columns grouped by the input tensor that they share; a column that is called several times
+            stands in several groups.
         call: The innermost module call that holds all of it; None where that is the whole run.
-        partial: Parameters that are read between columns and rows.
+        stack: All module calls that hold all of it, outermost first.
+        partial: Parameters that are read between columns and rows, and needed whole by every rank.
+        shards: Parameters that are read there, of which each rank needs its part.
+        entries: Linears outside of it whose outputs enter it past its columns.
+        norms: Normalisations over all features between columns and rows.
         random: Whether a dropout lies between columns and rows.
     """
 
     columns: tuple[Column, ...]
     rows: tuple[str, ...]
     inputs: tuple[tuple[str, ...], ...]
-    call: ModuleCall | None
+    stack: tuple[ModuleCall, ...]
     partial: tuple[str, ...]
+    shards: tuple[SplitParameter, ...]
+    entries: tuple[Entry, ...]
+    norms: tuple[str, ...]
     random: bool
+
+    @property
+    def call(self) -> ModuleCall | None:
+        return self.stack[-1] if self.stack else None
+
+    @property
+    def members(self) -> set[str]:
+        return {column.module for column in self.columns} | set(self.rows)
+
+    def matches(self, other: Candidate) -> bool:
+        """Whether both are the same linears in the same roles, found at two calls."""
+        keys = ("columns", "rows", "inputs", "shards", "entries", "norms", "partial")
+        return all(getattr(self, key) == getattr(other, key) for key in keys)
 
 
 @dataclass(frozen=True)
@@ -87,13 +118,29 @@ class Misfit:
 
 @dataclass
 class Probe:
-    """What the probe has found."""
+    """What the probe has found.
+
+    Attributes:
+        linears: All linears that an adapter knows, by name.
+        candidates: What may become a region.
+        misfits: What other sizes could split.
+        reasons: For each linear that is in no candidate: why.
+        run: The traced run.
+    """
 
     linears: dict[str, SplittableLinear]
     candidates: list[Candidate]
     misfits: list[Misfit]
     reasons: dict[str, str]
-    """For each linear that is in no candidate: why."""
+    run: Run
+
+    def by_hand(self, linear: str) -> bool:
+        """Whether code uses a linear's weight past the linear's own forward, and nothing else keeps it whole."""
+        return self.reasons.get(linear) in (_USED_ELSEWHERE, _USED_BY_HAND)
+
+    def order(self, module: str) -> int:
+        """The place of a module in the order of the run."""
+        return next((i for i, name in enumerate(self.run.module_calls) if name == module), -1)
 
 
 def splittable_linears(model: nn.Module) -> dict[str, SplittableLinear]:
@@ -107,7 +154,7 @@ def splittable_linears(model: nn.Module) -> dict[str, SplittableLinear]:
 
 
 def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int) -> Probe:
-    """Run ``model`` through ``run`` once and find the candidates for ``tensor_parallel_size`` ranks.
+    """Run ``model`` through ``run`` and find the candidates for ``tensor_parallel_size`` ranks.
 
     The caller keeps random state and module state (:mod:`lightning_tp.plan.state`) and has made all parameters
     require gradients.
@@ -115,13 +162,51 @@ def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int) -
     linears = splittable_linears(model)
     weights = {id(linear.weight): linear.weight for linear in linears.values()}
 
-    def traced(seed: int) -> Run:
+    def traced(seed: int, norms: Mapping[str, Norm]) -> Run:
         trace = LinearTrace(weights, seed)
-        with module_calls(model, trace.stack, trace.run.outermost), trace:
+        with module_calls(model, trace), norms_by_element(model, norms, trace.run), trace:
             trace.run.outputs = run()
         return trace.run
 
-    return _Analysis(model, linears, traced, tensor_parallel_size).result()
+    analysis = _Analysis(model, linears, traced, tensor_parallel_size, {})
+    analysis.find_candidates(settled=[])
+    result = analysis.result()
+    left = result.reasons.keys() - analysis.ineligible.keys()
+    norms = _norms(model) if left else {}
+    if norms:
+        again = _Analysis(model, linears, traced, tensor_parallel_size, norms)
+        again.find_candidates(settled=result.candidates)
+        if len(again.candidates) > len(result.candidates):
+            again.misfits = analysis.misfits
+            again.reasons = {**analysis.reasons}
+            result = again.result()
+    return result
+
+
+def _norms(model: nn.Module) -> dict[str, Norm]:
+    recognised = ((name, recognised_norm(module)) for name, module in model.named_modules())
+    return {name: norm for name, norm in recognised if norm is not None}
+
+
+@contextmanager
+def norms_by_element(model: nn.Module, norms: Mapping[str, Norm], run: Run) -> Iterator[None]:
+    """Let ``norms`` pass their input on element by element, so that their statistics hide nothing."""
+    handles = []
+    for name, norm in norms.items():
+
+        def passed(module: nn.Module, args: Any, output: Any, name: str = name, norm: Norm = norm) -> Tensor:
+            x: Tensor = args[0]
+            run.norm_inputs.append((name, x))
+            y = x * (module.weight + norm.offset)
+            bias: Any = module._parameters.get("bias")
+            return (y if bias is None else y + bias).to(output.dtype)
+
+        handles.append(model.get_submodule(name).register_forward_hook(passed))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _outputs(run: Run) -> list[Tensor]:
@@ -135,46 +220,70 @@ def _outputs(run: Run) -> list[Tensor]:
     return outputs
 
 
+@dataclass
+class _Needs:
+    """What each rank's share of some consumers was computed from: by (consumer, producer), and by parameter."""
+
+    rows: dict[tuple[int, int], Tensor]
+    parameters: dict[str, IndexSets]
+    dense: bool
+
+
 class _Analysis:
     def __init__(
         self,
         model: nn.Module,
         linears: dict[str, SplittableLinear],
-        traced: Callable[[int], Run],
+        traced: Callable[[int, Mapping[str, Norm]], Run],
         tensor_parallel_size: int,
+        norms: Mapping[str, Norm],
     ) -> None:
-        run = traced(0)
-        self.linears, self.run, self.traced, self.size = linears, run, traced, tensor_parallel_size
+        run = traced(0, norms)
+        self.linears, self.run, self.traced, self.size, self.norms = linears, run, traced, tensor_parallel_size, norms
         self.runs = [run]
-        self.parameter_names = {id(p): name for name, p in model.named_parameters()}
-        parameters = list(model.parameters())
+        self.parameters = dict(model.named_parameters())
+        self.parameter_names = {id(p): name for name, p in self.parameters.items()}
+        parameters = list(self.parameters.values())
         self.parameter_of_bit = dict(enumerate(parameters, start=len(run.calls)))
         self.reach = Reach([*(call.y for call in run.calls), *parameters])
+        self.outputs = [*_outputs(run), *run.observed]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.consumed = [self.reach.of(call.x) for call in run.calls]
+            self.norm_inputs = [(name, self.reach.of(x)) for name, x in run.norm_inputs]
             self.returned = 0
-            for tensor in (*_outputs(run), *run.observed):
+            for tensor in self.outputs:
                 self.returned |= self.reach.of(tensor)
         self.ineligible = self._ineligible()
         self.reasons = dict(self.ineligible)
         self.misfits: list[Misfit] = []
         self.candidates: list[Candidate] = []
         self.occurrences: dict[int, int] = {}
+        self.known_needs: dict[tuple[tuple[int, ...], int], _Needs] = {}
+
+    def find_candidates(self, settled: Sequence[Candidate]) -> None:
+        """Consider every component in which no linear of the ``settled`` candidates takes part."""
+        taken = {name for candidate in settled for name in candidate.members}
+        for producers, consumers in self._components():
+            if taken.isdisjoint(self._names((*producers, *consumers))):
+                self._consider(producers, consumers)
+        self._drop_inconsistent()
+        self._drop_unequal_uses()
+        self.candidates = [*settled, *self.candidates]
 
     def result(self) -> Probe:
-        for producers, consumers in self._components():
-            self._consider(producers, consumers)
-        self._drop_inconsistent()
         accepted: set[str] = set()
         for candidate in self.candidates:
-            accepted |= _members(candidate)
+            accepted |= candidate.members
         for name in self.linears:
             if name in accepted:
                 self.reasons.pop(name, None)
             else:
                 self.reasons.setdefault(name, "its output is returned whole")
-        return Probe(self.linears, self.candidates, self.misfits, self.reasons)
+        return Probe(self.linears, self.candidates, self.misfits, self.reasons, self.run)
+
+    def _names(self, calls: Iterable[int]) -> list[str]:
+        return [self.run.calls[index].owner or self._weight_name(self.run.calls[index]) for index in calls]
 
     def _ineligible(self) -> dict[str, str]:
         reasons: dict[str, str] = {}
@@ -187,9 +296,9 @@ class _Analysis:
             if others:
                 reasons[name] = f"its weight is tied to {', '.join(others)}"
             elif id(linear.weight) in self.run.foreign_uses:
-                reasons[name] = "its weight is also used elsewhere than in its own forward"
+                reasons[name] = _USED_ELSEWHERE
             elif any(call.weight is linear.weight and call.owner != name for call in self.run.calls):
-                reasons[name] = "its weight is used without calling the module"
+                reasons[name] = _USED_BY_HAND
             elif name not in called:
                 reasons[name] = "it was not called when the model was probed"
         return reasons
@@ -197,72 +306,64 @@ class _Analysis:
     def _components(self) -> list[tuple[list[int], list[int]]]:
         """Producers and consumers that are connected, without the component of the model's output."""
         number = len(self.run.calls)
-        parent = list(range(2 * number + 1))
-        output = 2 * number
-
-        def root(node: int) -> int:
-            while parent[node] != node:
-                parent[node] = parent[parent[node]]
-                node = parent[node]
-            return node
-
-        used: set[int] = set()
-        for producer in range(number):
-            if self.returned >> producer & 1:
-                parent[root(producer)] = root(output)
-            for consumer in range(producer + 1, number):
-                if self.consumed[consumer] >> producer & 1:
-                    used.add(producer)
-                    parent[root(producer)] = root(number + consumer)
-        components: dict[int, tuple[list[int], list[int]]] = {}
-        for producer in sorted(used):
-            if root(producer) != root(output):
-                components.setdefault(root(producer), ([], []))[0].append(producer)
-        for consumer in range(number):
-            if root(number + consumer) in components:
-                components[root(number + consumer)][1].append(consumer)
-        return sorted(components.values(), key=lambda component: component[0])
+        edges = [(p, c) for c in range(number) for p in range(c) if self.consumed[c] >> p & 1]
+        returned = [p for p in range(number) if self.returned >> p & 1]
+        return _connected(edges, number, returned)
 
     def _consider(self, producers: list[int], consumers: list[int]) -> None:
-        """Accept a component as a candidate, or note why not."""
-        calls = self.run.calls
-        members = [calls[index].owner or self._weight_name(calls[index]) for index in (*producers, *consumers)]
-        taken = next((c for c in self.candidates if _members(c) & set(members)), None)
-        reason = next((self.ineligible[name] for name in members if name in self.ineligible), None)
-        if reason is None and len(set(members)) < len(members):
-            reason = "a linear of its group is called several times within it"
-        if reason is not None:
-            self._reject(members, reason if len(members) == 1 else f"{reason} (group: {_listed(members)})")
+        """Accept a component, or parts of it, as candidates, or note why not."""
+        reason = self._accept(producers, consumers, ())
+        if reason is None:
             return
+        for part_producers, part_consumers, entries in self._refined(producers, consumers):
+            self._accept(part_producers, part_consumers, entries)
+        self._reject(self._names((*producers, *consumers)), reason)
+
+    def _accept(self, producers: list[int], consumers: list[int], entries: tuple[Entry, ...]) -> str | None:
+        """Take a component as a candidate, or say why not."""
+        calls = self.run.calls
+        members = self._names((*producers, *consumers))
+        taken = next((c for c in self.candidates if c.members & set(members)), None)
+        reason = next((self.ineligible[name] for name in members if name in self.ineligible), None)
+        rows = self._names(consumers)
+        between = [name for name in rows if name in self._names(producers)]
+        if reason is None and between:
+            reason = f"what it gives reaches {between[0]} and what comes after that"
+        if reason is None and len(set(rows)) < len(rows):
+            reason = "a row of its group is called several times within it"
+        if reason is not None:
+            return reason if len(members) == 1 else f"{reason} (group: {_listed(members)})"
         columns, reason = self._split(producers, consumers, self.size)
         if reason is not None:
             legal = self._legal_sizes(producers, consumers)
             if len(legal) > 1 and taken is None:
-                names = [str(calls[index].owner) for index in (*producers, *consumers)]
-                self.misfits.append(Misfit(tuple(names[: len(producers)]), tuple(names[len(producers) :]), legal))
+                self.misfits.append(Misfit(tuple(dict.fromkeys(self._names(producers))), tuple(rows), legal))
                 reason = f"{self.size} ranks do not fit; legal sizes: {_listed(legal)}"
-            self._reject(members, reason)
-            return
-        partial, reason = self._inner_parameters(consumers)
+            return reason
+        partial, shards, reason = self._inner_parameters(producers, consumers)
         if reason is not None:
-            self._reject(members, reason)
-            return
+            return reason
         first, last = calls[min(producers)], calls[max(consumers)]
+        mask = sum(1 << producer for producer in producers)
         candidate = Candidate(
             columns=tuple(columns),
-            rows=tuple(str(calls[index].owner) for index in consumers),
+            rows=tuple(rows),
             inputs=self._shared_inputs(producers),
-            call=_common_call([calls[index] for index in (*producers, *consumers)]),
+            stack=_common_calls([calls[index] for index in (*producers, *consumers)]),
             partial=partial,
+            shards=shards,
+            entries=entries,
+            norms=tuple(dict.fromkeys(name for name, reached in self.norm_inputs if reached & mask)),
             random=last.random_before > first.random_before,
         )
         if taken is None:
             self.candidates.append(candidate)
             self.occurrences[id(candidate)] = 1
-        elif (taken.columns, taken.rows, taken.inputs) == (candidate.columns, candidate.rows, candidate.inputs):
+        elif taken.matches(candidate):
             self.occurrences[id(taken)] += 1
         else:
-            self._reject(set(members) - _members(taken), f"its group overlaps with the region of {_listed(taken.rows)}")
+            self._reject(set(members) - taken.members, f"its group overlaps with the region of {_listed(taken.rows)}")
+        return None
 
     def _reject(self, members: Iterable[str], reason: str) -> None:
         for name in members:
@@ -273,56 +374,79 @@ class _Analysis:
 
     def _split(self, producers: list[int], consumers: list[int], size: int) -> tuple[list[Column], str | None]:
         """The rows of every column that each of ``size`` ranks needs, or why there are none."""
-        outputs = [self.run.calls[producer] for producer in producers]
-        needed = [torch.zeros(size, call.y.shape[-1], dtype=torch.bool) for call in outputs]
+        calls = self.run.calls
         for consumer in consumers:
-            if self.run.calls[consumer].x.shape[-1] % size:
-                return [], f"{size} ranks do not divide the input features of {self.run.calls[consumer].owner}"
-        for number in range(_MOST_RUNS):
-            for consumer, rank in itertools.product(consumers, range(size)):
-                for rows, more in zip(needed, self._rows_needed(number, consumer, rank, size, producers), strict=True):
-                    rows[rank] |= more
-                if size > 1 and all(rows[rank].all() for rows in needed):
-                    return [], f"every rank would need all outputs of {_listed(call.owner for call in outputs[:3])}"
-            if all(rows.any(0).all() for rows in needed):
-                break
+            if calls[consumer].x.shape[-1] % size:
+                return [], f"{size} ranks do not divide the input features of {calls[consumer].owner}"
+        needs = self._needs(producers, consumers, size)
+        names = list(dict.fromkeys(self._names(producers)))
+        if needs.dense:
+            return [], f"every rank would need all outputs of {_listed(names[:3])}"
         columns = []
-        for call, rows in zip(outputs, needed, strict=True):
+        for name in names:
+            rows = _union(needs.rows[c, p] for c, p in needs.rows if calls[p].owner == name)
             if not rows.any(0).all():
-                return [], f"not every output of {call.owner} reaches the rows of its group"
+                return [], f"not every output of {name} reaches the rows of its group"
             if len(set(rows.sum(1).tolist())) > 1:
-                return [], f"the ranks would need unequal shares of the outputs of {call.owner}"
+                return [], f"the ranks would need unequal shares of the outputs of {name}"
             if any((a & b).any() and not torch.equal(a, b) for a, b in itertools.combinations(rows, 2)):
-                return [], f"the ranks' shares of the outputs of {call.owner} would overlap in part"
-            columns.append(Column(str(call.owner), tuple(ranges_of(row.nonzero().flatten().tolist()) for row in rows)))
+                return [], f"the ranks' shares of the outputs of {name} would overlap in part"
+            columns.append(Column(tuple(ranges_of(row.nonzero().flatten().tolist()) for row in rows), name))
         if not any(column.is_sharded for column in columns):
-            return [], f"the ranks would share outputs of all of {_listed(column.module for column in columns[:3])}"
+            return [], f"the ranks would share outputs of all of {_listed(names[:3])}"
         return columns, None
 
-    def _rows_needed(self, number: int, consumer: int, rank: int, size: int, producers: list[int]) -> list[Tensor]:
-        """For each producer the output rows that ``rank`` was seen to need for ``consumer`` in run ``number``.
+    def _needs(self, producers: list[int], consumers: list[int], size: int) -> _Needs:
+        """What each rank's share of the consumers' inputs was computed from.
 
         One run may miss rows that an activation has cut off (a ReLU below zero), which another run shows.
         """
+        key = (tuple(consumers), size)
+        if key in self.known_needs:
+            return self.known_needs[key]
+        inside = 0
+        for consumer in consumers:
+            inside |= self.consumed[consumer]
+        inner = [parameter for bit, parameter in self.parameter_of_bit.items() if inside >> bit & 1]
+        names = [self.parameter_names[id(parameter)] for parameter in inner]
+        outputs = [self.run.calls[producer].y for producer in producers]
+        rows = {(c, p): torch.zeros(size, y.shape[-1], dtype=torch.bool) for c in consumers
+                for p, y in zip(producers, outputs, strict=True)}  # fmt: skip
+        needs = _Needs(rows, {name: index_sets(p.shape, size) for name, p in zip(names, inner, strict=True)}, False)
+        self.known_needs[key] = needs
+        for number in range(_MOST_RUNS):
+            for consumer, rank in itertools.product(consumers, range(size)):
+                grads = self._gradients(number, consumer, rank, size, producers, inner)
+                for producer, grad in zip(producers, grads, strict=False):
+                    if grad is not None:
+                        needs.rows[consumer, producer][rank] |= (grad.reshape(-1, grad.shape[-1]) != 0).any(0).cpu()
+                for name, grad in zip(names, grads[len(producers) :], strict=True):
+                    note(needs.parameters[name], rank, grad)
+                if size > 1 and all(_union(needs.rows[c, p] for c in consumers)[rank].all() for p in producers):
+                    needs.dense = True
+                    if rank:
+                        return needs
+            if all(_union(needs.rows[c, p] for c in consumers).any(0).all() for p in producers):
+                break
+        return needs
+
+    def _gradients(
+        self, number: int, consumer: int, rank: int, size: int, producers: list[int], inner: list[nn.Parameter]
+    ) -> tuple[Tensor | None, ...]:
+        """Of a random sum over ``rank``'s chunk of a consumer's input in run ``number``."""
         calls = self._calls(number)
         x = calls[consumer].x
         share = x.shape[-1] // size
         chunk = x.narrow(-1, rank * share, share)
         generator = torch.Generator(chunk.device).manual_seed(rank)
         weights = torch.randn(chunk.shape, dtype=chunk.dtype, device=chunk.device, generator=generator)
-        outputs = [calls[producer].y for producer in producers]
-        grads = torch.autograd.grad((chunk * weights).sum(), outputs, retain_graph=True, allow_unused=True)
-        return [
-            torch.zeros(y.shape[-1], dtype=torch.bool)
-            if grad is None
-            else (grad.reshape(-1, grad.shape[-1]) != 0).any(0).cpu()
-            for y, grad in zip(outputs, grads, strict=True)
-        ]
+        targets = [*(calls[producer].y for producer in producers), *inner]
+        return torch.autograd.grad((chunk * weights).sum(), targets, retain_graph=True, allow_unused=True)
 
     def _calls(self, number: int) -> list[LinearCall]:
         """The calls of run ``number``, which takes place when it is first asked for."""
         if number == len(self.runs):
-            self.runs.append(self.traced(number))
+            self.runs.append(self.traced(number, self.norms))
         calls = self.runs[number].calls
         if [call.owner for call in calls] != [call.owner for call in self.run.calls]:
             raise ParallelConfigError(
@@ -330,6 +454,46 @@ class _Analysis:
                 "Give the strategy a saved plan."
             )
         return calls
+
+    def _refined(
+        self, producers: list[int], consumers: list[int]
+    ) -> list[tuple[list[int], list[int], tuple[Entry, ...]]]:
+        """The parts of a component that remain when what every rank needs alike is taken as an input."""
+        if any(self.run.calls[consumer].x.shape[-1] % self.size for consumer in consumers):
+            return []
+        needs = self._needs(producers, consumers, self.size)
+        if needs.dense:
+            return []
+        alike = {(c, p): rows[0] for (c, p), rows in needs.rows.items() if rows.any() and bool((rows == rows[0]).all())}
+        edges = [(p, c) for (c, p), rows in needs.rows.items() if rows.any() and (c, p) not in alike]
+        parts = []
+        for part_producers, part_consumers in _connected(edges, len(self.run.calls), []):
+            if any(p in part_producers and c not in part_consumers for c, p in alike):
+                continue  # its columns are read elsewhere too
+            entries: dict[str, Entry] | None = {}
+            for producer in producers:
+                rows = [alike[c, producer] for c in part_consumers if (c, producer) in alike]
+                if not rows or entries is None:
+                    continue
+                entry = self._entry(producer, part_producers, part_consumers, _union(rows))
+                entries = None if entry is None or entry.module in entries else {**entries, entry.module: entry}
+            if entries is not None:
+                parts.append((part_producers, part_consumers, tuple(entries.values())))
+        return parts
+
+    def _entry(self, producer: int, producers: list[int], consumers: list[int], rows: Tensor) -> Entry | None:
+        """``producer`` as an entry that is used as ``rows`` inside a part, if these rows are used nowhere else."""
+        call = self.run.calls[producer]
+        if producer in producers or call.owner is None or call.owner in self.ineligible:
+            return None
+        others = [c.x for index, c in enumerate(self.run.calls) if index not in consumers]
+        elsewhere = [t for t in (*others, *self.outputs) if self.reach.of(t) >> producer & 1 and t.requires_grad]
+        total = sum((t * torch.randn_like(t)).sum() for t in elsewhere)
+        if isinstance(total, Tensor):
+            (grad,) = torch.autograd.grad(total, [call.y], retain_graph=True, allow_unused=True)
+            if grad is not None and (rows.to(grad.device) & (grad.reshape(-1, grad.shape[-1]) != 0).any(0)).any():
+                return None
+        return Entry((ranges_of(rows.nonzero().flatten().tolist()),), call.owner)
 
     def _legal_sizes(self, producers: list[int], consumers: list[int]) -> tuple[int, ...]:
         """The sizes that split this group: multiples are built up from primes, so few are tried."""
@@ -343,24 +507,35 @@ class _Analysis:
                 legal.add(size)
         return tuple(sorted(legal))
 
-    def _inner_parameters(self, consumers: list[int]) -> tuple[tuple[str, ...], str | None]:
-        """Parameters that are read between columns and rows, or why one of them cannot be."""
-        inside = 0
-        for consumer in consumers:
-            inside |= self.consumed[consumer]
+    def _inner_parameters(
+        self, producers: list[int], consumers: list[int]
+    ) -> tuple[tuple[str, ...], tuple[SplitParameter, ...], str | None]:
+        """Parameters that are read between columns and rows, needed whole or in part; or why one of them cannot be."""
+        own = {
+            id(parameter)
+            for name in self._names((*producers, *consumers))
+            for parameter in self.linears[name].module._parameters.values()
+        }
         same_rows = {self.run.calls[consumer].owner for consumer in consumers}
         outside = self.returned
         for index, mask in enumerate(self.consumed):
             if self.run.calls[index].owner not in same_rows:
                 outside |= mask
-        names = []
-        for bit, parameter in self.parameter_of_bit.items():
-            if inside >> bit & 1:
-                name = self.parameter_names[id(parameter)]
-                if outside >> bit & 1:
-                    return (), f"the parameter {name} is used inside its group and outside of it"
-                names.append(name)
-        return tuple(names), None
+        bits = {self.parameter_names[id(parameter)]: bit for bit, parameter in self.parameter_of_bit.items()}
+        partial: list[str] = []
+        shards: list[SplitParameter] = []
+        for name, sets in self._needs(producers, consumers, self.size).parameters.items():
+            if id(self.parameters[name]) in own:
+                continue
+            splits = [(dim, split_of(indices)) for dim, indices in enumerate(sets)]
+            shard = next((SplitParameter(rows, name, dim) for dim, rows in splits if rows is not None), None)
+            if self.returned >> bits[name] & 1 or (shard is None and outside >> bits[name] & 1):
+                return (), (), f"the parameter {name} is used inside its group and outside of it"
+            if shard is None:
+                partial.append(name)
+            else:
+                shards.append(shard)
+        return tuple(partial), tuple(shards), None
 
     def _shared_inputs(self, producers: list[int]) -> tuple[tuple[str, ...], ...]:
         groups: dict[int, list[str]] = {}
@@ -371,28 +546,77 @@ class _Analysis:
 
     def _drop_inconsistent(self) -> None:
         """A linear that is called again must be called in the same group of the same linears each time."""
+        called = Counter(call.owner for call in self.run.calls)
         for candidate in list(self.candidates):
-            for name in _members(candidate):
-                calls = sum(call.owner == name for call in self.run.calls)
-                if calls != self.occurrences[id(candidate)]:
-                    self.candidates.remove(candidate)
-                    self._reject(
-                        _members(candidate), f"{name} is called {calls} times, and not in the same group each time"
-                    )
+            expected = Counter(itertools.chain(candidate.rows, *candidate.inputs))
+            for name, calls in expected.items():
+                if called[name] != calls * self.occurrences[id(candidate)]:
+                    self._drop(candidate, f"{name} is called {called[name]} times, and not in the same group each time")
                     break
 
+    def _drop_unequal_uses(self) -> None:
+        """A parameter that several regions split must be split alike in all of them, and used nowhere else."""
+        while True:
+            uses: dict[str, set[tuple[SplitParameter, ...]]] = {}
+            readers: dict[str, set[str]] = {}
+            for candidate in self.candidates:
+                for shard in candidate.shards:
+                    uses.setdefault(shard.parameter, set()).add((shard,))
+                    readers.setdefault(shard.parameter, set()).update(candidate.rows)
+            bad = next(
+                (name for name in uses if len(uses[name]) > 1 or self._read_by_others(name, readers[name])), None
+            )
+            if bad is None:
+                return
+            for candidate in list(self.candidates):
+                if any(shard.parameter == bad for shard in candidate.shards):
+                    self._drop(candidate, f"the parameter {bad} is used inside its group and outside of it")
 
-def _members(candidate: Candidate) -> set[str]:
-    return {column.module for column in candidate.columns} | set(candidate.rows)
+    def _read_by_others(self, parameter: str, readers: set[str]) -> bool:
+        bit = next(b for b, p in self.parameter_of_bit.items() if p is self.parameters[parameter])
+        return any(
+            mask >> bit & 1 and self.run.calls[index].owner not in readers for index, mask in enumerate(self.consumed)
+        )
+
+    def _drop(self, candidate: Candidate, reason: str) -> None:
+        self.candidates.remove(candidate)
+        self._reject(candidate.members, reason)
 
 
-def _common_call(calls: list[LinearCall]) -> ModuleCall | None:
-    common: ModuleCall | None = None
+def _connected(edges: list[tuple[int, int]], number: int, excluded: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The connected producers and consumers of ``(producer, consumer)`` edges, without those of ``excluded``."""
+    parent = list(range(2 * number + 1))
+
+    def root(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for producer in excluded:
+        parent[root(producer)] = root(2 * number)
+    for producer, consumer in edges:
+        parent[root(producer)] = root(number + consumer)
+    components: dict[int, tuple[set[int], set[int]]] = {}
+    for producer, consumer in edges:
+        if root(producer) != root(2 * number):
+            found = components.setdefault(root(producer), (set(), set()))
+            found[0].add(producer)
+            found[1].add(consumer)
+    return sorted((sorted(producers), sorted(consumers)) for producers, consumers in components.values())
+
+
+def _union(sets: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(sets)).any(0)
+
+
+def _common_calls(calls: list[LinearCall]) -> tuple[ModuleCall, ...]:
+    common: list[ModuleCall] = []
     for level in zip(*(call.stack for call in calls), strict=False):
         if any(entry is not level[0] for entry in level):
             break
-        common = level[0]
-    return common
+        common.append(level[0])
+    return tuple(common)
 
 
 def _listed(values: Iterable[Any]) -> str:

@@ -14,28 +14,24 @@ import yaml
 
 from lightning_tp.errors import PlanError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges ``(start, stop)`` of the output rows of a linear, ascending."""
 
 
 @dataclass(frozen=True)
-class Column:
-    """A linear split over its output features.
+class Split:
+    """Which indices along one dim of a tensor each rank has.
 
     Attributes:
-        module: Name of the module in the model.
-        rows: For each rank the ranges of output rows that it computes. Disjoint and covering all rows: the weight is
-            sharded. Equal for some ranks: every rank holds the whole weight, computes the rows that it needs, and the
-            weight gradients are summed over the ranks (keys and values of multi-query attention).
+        rows: For each rank the ranges of indices.
     """
 
-    module: str
     rows: tuple[Ranges, ...]
 
     def row_indices(self, rank: int) -> list[int]:
-        """The output rows of ``rank``, ascending."""
+        """The indices of ``rank``, ascending."""
         return [row for start, stop in self.rows[rank] for row in range(start, stop)]
 
     @property
@@ -43,6 +39,82 @@ class Column:
         """Whether no row belongs to two ranks."""
         ranges = sorted(pair for per_rank in self.rows for pair in per_rank)
         return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
+
+
+@dataclass(frozen=True)
+class Column(Split):
+    """A linear split over its output features.
+
+    Attributes:
+        rows: For each rank the ranges of output rows that it computes. Disjoint and covering all rows: the weight is
+            sharded. Equal for some ranks: every rank holds the whole weight, computes the rows that it needs, and the
+            weight gradients are summed over the ranks (keys and values of multi-query attention).
+        module: Name of the module in the model.
+    """
+
+    module: str
+
+
+@dataclass(frozen=True)
+class SplitParameter(Split):
+    """A parameter that a region reads, of which each rank needs a part: a bias for each head, experts' weights.
+
+    Attributes:
+        rows: For each rank the ranges of indices along ``dim``, disjoint and covering all.
+        parameter: Name of the parameter in the model.
+        dim: The dim that is split.
+    """
+
+    parameter: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class Entry(Split):
+    """A linear that every rank computes whole, some of whose output features are used inside a region only.
+
+    The gradients of these features are partial sums: they are all-reduced where they leave the region backwards.
+
+    Attributes:
+        rows: One set of ranges: the output features that the region uses.
+        module: Name of the linear.
+    """
+
+    module: str
+
+
+@dataclass(frozen=True)
+class ArgumentSlice:
+    """An argument of the region's module that every rank has whole and of which it needs a part.
+
+    Attributes:
+        argument: Position (``"0"``) or name of the argument.
+        dim: The dim that is cut.
+        period: The indices repeat with this period along the dim (heads within batch times heads).
+        rows: For each rank the ranges of indices within one period.
+    """
+
+    argument: str
+    dim: int
+    period: int
+    rows: tuple[Ranges, ...]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """How a region looks whose communication stands at its module's edges, not at linears.
+
+    The module's arguments are copied in and what it returns is summed: ``sum_r module_r(x) = module(x)``.
+
+    Attributes:
+        inputs: Arguments that carry gradients; each costs one all-reduce backward.
+        outputs: Returned tensors; each costs one all-reduce forward.
+        once: Parameters that count on the first rank only, since what they add is not split (a bias after the sum).
+    """
+
+    inputs: int
+    outputs: int
+    once: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,8 +163,13 @@ class Region:
         partial: Parameters used inside the region that are not sharded: their gradients are summed over the ranks.
         attributes: Integers that are changed for one rank's share.
         sizes: For each call that names sizes, in order, its rule. Empty: the code runs as it is.
+        shards: Parameters used inside the region of which each rank holds its part.
+        entries: Linears outside of the region whose output enters it past its columns.
+        arguments: Arguments of the module of which each rank takes its part.
+        norms: Normalisations over features that are split: their statistics are summed over the ranks.
+        boundary: For a region whose communication stands at its module's edges; it has no columns and rows.
         random: Whether random numbers are drawn inside the region (dropout): they then differ between ranks.
-        found_by: How the local code was found: "as is", "attributes" or "sizes".
+        found_by: How the local code was found: "as is", "attributes", "sizes" or "adapter".
         error: Largest relative difference of the proof, over outputs and gradients.
     """
 
@@ -103,17 +180,27 @@ class Region:
     partial: tuple[str, ...] = ()
     attributes: tuple[AttributeChange, ...] = ()
     sizes: tuple[SizeRule, ...] = ()
+    shards: tuple[SplitParameter, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    arguments: tuple[ArgumentSlice, ...] = ()
+    norms: tuple[str, ...] = ()
+    boundary: Boundary | None = None
     random: bool = False
     found_by: str = "as is"
     error: float = 0.0
 
+    @property
+    def split_names(self) -> list[str]:
+        """The columns, then the parameters that are split beside them."""
+        return [column.module for column in self.columns] + [shard.parameter for shard in self.shards]
+
 
 @dataclass(frozen=True)
 class Replicated:
-    """A linear that every rank holds whole, and why.
+    """A linear, or a parameter that code multiplies by, that every rank holds whole, and why.
 
     Attributes:
-        module: Name of the linear.
+        module: Name of the linear, or of the parameter.
         parameters: Number of its parameters.
         reason: Why it is not split.
     """
@@ -132,7 +219,7 @@ class ShardingPlan:
         regions: The parts that are split, in the order in which the model runs them.
         replicated: The linears that are not split, with reasons.
         split_parameters: Parameters of the whole model that are split.
-        matmul_parameters: Parameters of all linears, split or not.
+        matmul_parameters: Parameters of all linears, and all others that code multiplies by, split or not.
     """
 
     tensor_parallel_size: int
@@ -151,14 +238,8 @@ class ShardingPlan:
 
     @property
     def all_reduces_per_step(self) -> int:
-        """All-reduces of one forward and backward: one per row forward, one per shared input and partial backward."""
-        return sum(
-            len(region.rows)
-            + len(region.inputs)
-            + len(region.partial)
-            + sum(not column.is_sharded for column in region.columns)
-            for region in self.regions
-        )
+        """All-reduces of one forward and backward, if every region runs once."""
+        return sum(forward + backward for forward, backward in map(all_reduces, self.regions))
 
     def columns(self) -> Iterator[tuple[Region, Column]]:
         for region in self.regions:
@@ -228,7 +309,7 @@ class ShardingPlan:
         rows += [
             (
                 region.module or "(root)",
-                " ".join(_relative(column.module, region.module) for column in region.columns),
+                " ".join(_relative(name, region.module) for name in region.split_names),
                 " ".join(_relative(row, region.module) for row in region.rows),
                 _local_code(region),
                 f"{region.error:.0e}",
@@ -244,6 +325,15 @@ class ShardingPlan:
         return "\n".join(lines)
 
 
+def all_reduces(region: Region) -> tuple[int, int]:
+    """How many all-reduces one run of ``region`` takes forward and backward, biases of shared columns not counted."""
+    if region.boundary is not None:
+        return region.boundary.outputs, region.boundary.inputs + len(region.partial)
+    shared = sum(not column.is_sharded for column in region.columns)
+    backward = len(region.inputs) + len(region.partial) + shared + len(region.entries) + len(region.norms)
+    return len(region.rows) + len(region.norms), backward
+
+
 def ranges_of(indices: Sequence[int]) -> Ranges:
     """Ascending ``indices`` as half-open ranges."""
     ranges: list[tuple[int, int]] = []
@@ -257,10 +347,19 @@ def ranges_of(indices: Sequence[int]) -> Ranges:
 
 def _region(data: Mapping[str, Any]) -> Region:
     fields = dict(data)
-    fields["columns"] = tuple(
-        Column(entry["module"], tuple(tuple((int(a), int(b)) for a, b in ranges) for ranges in entry["rows"]))
-        for entry in data["columns"]
-    )
+    for key, kind in (
+        ("columns", Column),
+        ("shards", SplitParameter),
+        ("entries", Entry),
+        ("arguments", ArgumentSlice),
+    ):
+        fields[key] = tuple(
+            kind(**{**entry, "rows": tuple(tuple((int(a), int(b)) for a, b in ranges) for ranges in entry["rows"])})
+            for entry in data[key]
+        )
+    fields["norms"] = tuple(data["norms"])
+    boundary = data["boundary"]
+    fields["boundary"] = boundary and Boundary(**{**boundary, "once": tuple(boundary["once"])})
     fields["rows"] = tuple(data["rows"])
     fields["inputs"] = tuple(tuple(names) for names in data["inputs"])
     fields["partial"] = tuple(data["partial"])
@@ -284,7 +383,7 @@ def _relative(name: str, parent: str) -> str:
 def _local_code(region: Region) -> str:
     if region.attributes:
         return ", ".join(f"{change.attribute}={change.value}" for change in region.attributes)
-    return "sizes rescaled" if region.sizes else "as is"
+    return "sizes rescaled" if region.sizes else region.found_by
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

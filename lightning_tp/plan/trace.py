@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_tp.dropout import without_dropout
-from lightning_tp.plan.linears import weight_operand
+from lightning_tp.plan.linears import PRODUCTS, TRANSPOSES, weight_operand
 
 _OBSERVERS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__,
@@ -29,6 +29,8 @@ class ModuleCall:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    random_calls: int = 0
+    """Dropouts within it (while it runs: before it)."""
 
 
 @dataclass
@@ -57,9 +59,14 @@ class Run:
     """What a traced run has shown."""
 
     calls: list[LinearCall] = field(default_factory=list)
+    module_calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
+    users: dict[int, set[str]] = field(default_factory=dict)
+    """By id of each parameter that something is multiplied by: the innermost modules that did it."""
     foreign_uses: set[int] = field(default_factory=set)
     """ids of the weights that something else than their own linear reads."""
     random_calls: int = 0
+    norm_inputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Name and input of each normalisation that passed its input on element by element."""
     observed: list[Tensor] = field(default_factory=list)
     """Tensors that became numbers of Python, to be compared or logged: they have left the computation."""
     outermost: list[Any] = field(default_factory=list)
@@ -97,8 +104,13 @@ class LinearTrace(TorchFunctionMode):
         own = self._weights.get(id(weight)) if weight is not None else None
         for value in (*args, *kwargs.values()):
             for entry in value if isinstance(value, (list, tuple)) else (value,):
-                if id(entry) in self._weights and entry is not own and isinstance(entry, nn.Parameter):
-                    self.run.foreign_uses.add(id(entry))
+                if not isinstance(entry, Tensor):
+                    continue
+                source = entry if isinstance(entry, nn.Parameter) else entry._base
+                if id(source) in self._weights and source is not own and function not in TRANSPOSES:
+                    self.run.foreign_uses.add(id(source))
+                if function in PRODUCTS and isinstance(source, nn.Parameter) and self.stack:
+                    self.run.users.setdefault(id(source), set()).add(self.stack[-1].name)
         if function in _OBSERVERS:
             self.run.observed.append(args[0])
         with torch.enable_grad():
@@ -134,18 +146,21 @@ class LinearTrace(TorchFunctionMode):
 
 
 @contextmanager
-def module_calls(model: nn.Module, stack: list[ModuleCall], outermost: list[Any]) -> Iterator[None]:
-    """Keep ``stack`` equal to the module calls that are running, and collect what the ``outermost`` return."""
+def module_calls(model: nn.Module, trace: LinearTrace) -> Iterator[None]:
+    """Keep the stack of ``trace`` equal to the module calls that are running, and record them all."""
     handles = []
+    stack, run = trace.stack, trace.run
     for name, module in model.named_modules():
 
         def enter(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            stack.append(ModuleCall(name, module, args, kwargs))
+            stack.append(ModuleCall(name, module, args, kwargs, run.random_calls))
+            run.module_calls.setdefault(name, []).append(stack[-1])
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            stack.pop()
+            call = stack.pop()
+            call.random_calls = run.random_calls - call.random_calls
             if not stack:
-                outermost.append(output)
+                run.outermost.append(output)
 
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
