@@ -89,7 +89,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> nn.Mo
     refuse_hidden_references(model)
     broadcast_from_rank_zero(model)
     holdings = _holdings(model, plan, tensor_mesh, data_parallel=mesh.size() // tensor_mesh.size())
-    norms = {name: recognised_norm(model.get_submodule(name)) for region in plan.regions for name in region.norms}
+    split_norms = [name for region in plan.regions for name in region.norms]
+    norms: dict[str, Any] = {name: recognised_norm(model.get_submodule(name)) for name in split_norms}
     _distribute_parameters(model, holdings, tensor_mesh)
     sizes = (mesh.size() // tensor_mesh.size(), tensor_mesh.size())
     _rewrite_modules(model, plan, holdings, norms, tensor_mesh, sizes)
@@ -301,7 +302,7 @@ def _rewrite_modules(
     model: nn.Module,
     plan: ShardingPlan,
     holdings: dict[int, Holding],
-    norms: Mapping[str, Norm | None],
+    norms: Mapping[str, Norm],
     mesh: DeviceMesh,
     mesh_sizes: tuple[int, int],
 ) -> None:

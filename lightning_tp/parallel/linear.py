@@ -33,7 +33,7 @@ from lightning_tp.plan.sizes import RescaledSizes
 
 
 class SharedCopy:
-    """One copy for all columns of a region that read the same tensor, so that their input gradients are reduced together.
+    """One copy for all columns of a region that read one tensor, so that their input gradients are reduced together.
 
     Args:
         calls: How often the columns are called in one run of the region.
@@ -142,8 +142,10 @@ class RegionModule(nn.Module):
                 stack.enter_context(scope)
             if role.sizes:
                 stack.enter_context(RescaledSizes(role.name, role.sizes))
-            for state in (*role.randomness, *role.copies):
-                stack.callback(state.end)
+            for randomness in role.randomness:
+                stack.callback(randomness.end)
+            for copies in role.copies:
+                stack.callback(copies.end)
             if role.arguments:
                 args, kwargs = sliced_arguments(
                     self, role.arguments, role.rank, args, kwargs, lambda x: copy_parameter(x, role.group)

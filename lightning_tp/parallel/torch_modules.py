@@ -22,7 +22,7 @@ _FUSED_PATHS: dict[type[nn.Module], dict[str, Any]] = {
 def local_forward(module: nn.Module) -> Callable[..., Any] | None:
     """What runs on a rank instead of ``module.forward``, for classes that need it."""
     for base, function in LOCAL_FORWARDS.items():
-        if isinstance(module, base) and type(module).forward is base.forward:  # type: ignore[attr-defined]
+        if isinstance(module, base) and type(module).forward is base.forward:
             return function
     return None
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_tp.dropout import DropoutOff
 from lightning_tp.plan.compare import TOLERANCE, NotProven, difference, rounding_floor, scattered
-from lightning_tp.plan.graph import tensors_in
+from lightning_tp.plan.graph import copied_objects, tensors_in
 from lightning_tp.plan.needs import index_sets, note, split_of
 from lightning_tp.plan.sharding_plan import (
     AttributeChange,
@@ -28,11 +28,11 @@ from lightning_tp.plan.sharding_plan import (
     SplitParameter,
     ranges_of,
 )
-from lightning_tp.plan.stand_ins import changed_attributes, fresh_copies, prepared_inputs, randomised, swapped
+from lightning_tp.plan.stand_ins import changed_attributes, prepared_inputs, randomised, swapped
 from lightning_tp.plan.trace import ModuleCall
 
 LocalForward = Callable[..., Any]
-"""``f(module, rank, size, *args, **kwargs)``: what a rank with its share of the parameters adds to the module's results."""
+"""``f(module, rank, size, *args, **kwargs)``: what a rank with its share of the parameters adds to the results."""
 
 _MOST_PASSES = 8
 """Passes with other parameters and inputs, where activations hide what is needed."""
@@ -150,7 +150,7 @@ class BoundarySplit:
     ) -> tuple[list[Tensor], Any]:
         """What the module returns, unsplit or on one rank: its floating tensors, and all of it."""
         tensors = {id(self.parameters[name]): value for name, value in values.items()}
-        args, kwargs = fresh_copies(inputs)
+        args, kwargs = copied_objects(inputs)
         with (
             swapped(self.module, self.slots, tensors, self.dtype),
             changed_attributes(self.model, attributes),

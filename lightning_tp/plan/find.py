@@ -77,11 +77,10 @@ def find_plan(
                 ) from error
         if styles is not None:
             _restrict(found, styles)
-        elif found.misfits and unsplittable == "error":
-            raise ParallelConfigError(_misfit_message(found.misfits, tensor_parallel_size))
         regions = _regions(model, found, tensor_parallel_size, run)
         own = own_products(model, found, regions)
         boundaries, misfits = boundary_regions(model, found, own, tensor_parallel_size, styles)
+        misfits = [*found.misfits, *misfits]
         if misfits and styles is None and unsplittable == "error":
             raise ParallelConfigError(_misfit_message(misfits, tensor_parallel_size))
         regions += boundaries
@@ -194,10 +193,11 @@ def _regions(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) 
     """The candidates that can be proven, in the order of the run; the others get a reason."""
     regions: list[Region] = []
     hints: _Hints = {}
-    for candidates in _proven_together(found.candidates):
+    alone = {id(c): _proven(model, found, [c], size, run, hints) for c in found.candidates}
+    for candidates in _proven_together(found.candidates, alone):
+        proven = [alone[id(candidate)] for candidate in candidates]
         linked = len({candidate.call.name if candidate.call else "" for candidate in candidates}) > 1
-        proven = [_proven(model, found, [candidate], size, run, hints) for candidate in candidates]
-        if linked:
+        if linked or any(isinstance(way, _Way) and way.conditional for way in proven):
             proven = _proven_linked(model, found, candidates, proven, size, run)
         elif len(candidates) > 1 and any(isinstance(way, str) or way.changes_code for way in proven):
             # Changes for one region reach the code of the others in the same module: they are proven together.
@@ -212,7 +212,12 @@ def _regions(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) 
                     for way in proven
                 ]
         for candidate, way in zip(candidates, proven, strict=True):
+            if isinstance(way, _Way) and way.conditional:
+                way = "what its module returns beside its rows' outputs would differ on one rank"
             if isinstance(way, str):
+                if candidate.misfit is not None:
+                    found.misfits.append(candidate.misfit)
+                    way = candidate.misfit.reason(size)
                 for name in candidate.members:
                     found.reasons[name] = way
                 continue
@@ -226,23 +231,38 @@ def _regions(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) 
                     shards=candidate.shards,
                     entries=candidate.entries,
                     random=candidate.random,
-                    **{**vars(way), "norms": tuple(n for n in way.norms if n in candidate.norms)},
+                    **{**way.fields, "norms": tuple(n for n in way.norms if n in candidate.norms)},
                 )
             )
     return regions
 
 
-def _proven_together(candidates: list[Candidate]) -> list[list[Candidate]]:
-    """The candidates in groups: those of one module, and those that split the same parameter."""
+def _proven_together(candidates: list[Candidate], alone: Mapping[int, _Way | str]) -> list[list[Candidate]]:
+    """The candidates in groups: those of one module, those that split the same parameter, and those of like modules
+    if what one of them returns is right only together with others."""
+    conditional = {
+        _kind(candidate)
+        for candidate in candidates
+        for way in [alone[id(candidate)]]
+        if isinstance(way, _Way) and way.conditional
+    }
     groups: list[tuple[set[str], list[Candidate]]] = []
     for candidate in candidates:
         keys = {f"module {candidate.call.name if candidate.call else ''}"}
         keys |= {f"parameter {shard.parameter}" for shard in candidate.shards}
+        if _kind(candidate) in conditional:
+            keys.add(f"kind {_kind(candidate)}")
         joined = [group for group in groups if group[0] & keys]
         groups = [group for group in groups if not group[0] & keys]
         members = [member for _, group in joined for member in group] + [candidate]
         groups.append((keys.union(*(names for names, _ in joined)), members))
     return [members for _, members in groups]
+
+
+def _kind(candidate: Candidate) -> str:
+    """Class and last name of a candidate's module, which are those of its likes in other layers."""
+    call = candidate.call
+    return "" if call is None else f"{type(call.module).__qualname__} {call.name.rpartition('.')[2]}"
 
 
 def _proven_linked(
@@ -253,10 +273,8 @@ def _proven_linked(
     size: int,
     run: Callable[[], Any],
 ) -> list[_Way | str]:
-    """Regions of several modules that read one split parameter: proven in the module that holds them all.
-
-    What they make of the parameter may pass from one to the other, so no argument is cut there.
-    """
+    """Regions of several modules of which one hands on to others what belongs to its heads: proven in the module that
+    holds them all, where no argument is cut."""
     failed = next((way for way in alone if isinstance(way, str)), None)
     ways = [way for way in alone if isinstance(way, _Way)]
     if failed is not None or any(way.sizes for way in ways):
@@ -265,13 +283,14 @@ def _proven_linked(
     try:
         proof = RegionProof(model, found.linears, _merged(candidates), size, run)
         verdict = proof.check(attributes)
+        if verdict.results_differ:
+            raise NotProven("what their module returns would differ on one rank")
     except NotProven as error:
-        return [f"together with the modules that share its parameters: {error}"] * len(candidates)
+        return [f"with the modules to which it hands on what belongs to its heads: {error}"] * len(candidates)
     except Exception as error:
-        return [f"together with the modules that share its parameters: {type(error).__name__}: {error}"] * len(
-            candidates
-        )
-    return [replace(way, arguments=(), error=verdict.error, norms=verdict.norms) for way in ways]
+        reason = f"with the modules to which it hands on what belongs to its heads: {type(error).__name__}: {error}"
+        return [reason] * len(candidates)
+    return [replace(way, arguments=(), error=verdict.error, norms=verdict.norms, conditional=False) for way in ways]
 
 
 def _merged(candidates: list[Candidate]) -> Candidate:
@@ -303,6 +322,12 @@ class _Way:
     norms: tuple[str, ...]
     found_by: str
     error: float
+    conditional: bool = False
+    """What the module returns beside its rows' outputs is that of one rank: right only if others read it so."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "conditional"}
 
     @property
     def changes_code(self) -> bool:
@@ -327,6 +352,7 @@ def _proven(
     except Exception as error:
         return f"its module does not run by itself: {type(error).__name__}: {error}"
     last = "no share of its code fits"
+    conditional: _Way | None = None
     ways = _ways(model, candidate, proof, found.linears)
     hint = hints.get(type(proof.module))
     if hint is not None:
@@ -334,6 +360,8 @@ def _proven(
         moved = tuple(replace(change, module=proof.within(name)) for name, change in hint[0])
         ways = itertools.chain([(moved, hint[1])], ways)
     for attributes, rescale in ways:
+        if conditional is not None and len(attributes) > len(conditional.attributes):
+            continue
         try:
             verdict = proof.check(attributes, rescale)
         except NotProven as failure:
@@ -343,10 +371,15 @@ def _proven(
             first_line = (str(failure).splitlines() or [""])[0]
             last = f"{type(failure).__name__}: {first_line}"[:160]
             continue
-        hints[type(proof.module)] = (tuple((proof.relative(c.module), c) for c in attributes), rescale)
         sizes = verdict.rules if any(rule.factor > 1 for rule in verdict.rules) else ()
         found_by = "sizes" if sizes else "attributes" if attributes else "as is"
-        return _Way(attributes, sizes, proof.arguments, verdict.norms, found_by, verdict.error)
+        way = _Way(attributes, sizes, proof.arguments, verdict.norms, found_by, verdict.error, verdict.results_differ)
+        if not way.conditional:
+            hints[type(proof.module)] = (tuple((proof.relative(c.module), c) for c in attributes), rescale)
+            return way
+        conditional = conditional or way
+    if conditional is not None:
+        return conditional
     return f"one rank's share could not be proven equal: {last}"
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 _DEEPEST_OBJECT = 3
+_OWN_STATE = {"transformers.cache_utils.Cache"}
+"""Classes whose objects carry a model's own state from call to call (keys and values of earlier tokens): what is split
+stays split in them, each rank has its part."""
 
 
 def tensors_in(value: Any, depth: int = _DEEPEST_OBJECT) -> Iterator[Tensor]:
@@ -16,8 +20,40 @@ def tensors_in(value: Any, depth: int = _DEEPEST_OBJECT) -> Iterator[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
+        elif depth and _is_object(leaf) and not _is_own_state(leaf):
             yield from tensors_in(dict(vars(leaf)), depth - 1)
+
+
+def copied_objects(value: Any) -> Any:
+    """``value`` with the objects in it that code could fill (caches) copied; tensors and modules stay the same."""
+
+    def copied(leaf: Any) -> Any:
+        if not _is_object(leaf):
+            return leaf
+        kept: dict[int, Any] = {id(tensor): tensor for tensor in _all_tensors(leaf)}
+        try:
+            return copy.deepcopy(leaf, kept)
+        except Exception:  # it cannot be copied (a lock, a file): it is no store of tensors
+            return leaf
+
+    return tree_map(copied, value)
+
+
+def _all_tensors(value: Any, depth: int = 2 * _DEEPEST_OBJECT) -> Iterator[Tensor]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and _is_object(leaf):
+            yield from _all_tensors(dict(vars(leaf)), depth - 1)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether ``value`` may hold tensors in its attributes."""
+    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, type, nn.Module)) and not callable(value)
+
+
+def _is_own_state(value: Any) -> bool:
+    return any(f"{base.__module__}.{base.__qualname__}" in _OWN_STATE for base in type(value).__mro__)
 
 
 class Reach:

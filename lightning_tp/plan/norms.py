@@ -16,18 +16,20 @@ class Norm:
     Attributes:
         features: Size of the dim in the unsplit model.
         centred: Whether the mean is subtracted (layer norm).
-        eps: Added to the variance, or to the mean square.
+        eps: Added to the variance, or to the mean square; None is the precision of the input's dtype.
         offset: Added to the weight (0 or 1).
+        single: Whether it computes in float32 whatever its input is.
     """
 
     features: int
     centred: bool
-    eps: float
+    eps: float | None
     offset: float
+    single: bool
 
     def statistic(self, x: Tensor) -> Tensor:
         """The sums that all ranks' shares must be added for: ``[..., features on this rank] -> [..., 1 or 2]``."""
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        wide = x.float() if self.single or x.dtype in (torch.bfloat16, torch.float16) else x
         squares = wide.square().sum(-1, keepdim=True)
         return torch.cat([wide.sum(-1, keepdim=True), squares], -1) if self.centred else squares
 
@@ -40,7 +42,8 @@ class Norm:
         if self.centred:
             wide = wide - sums[0]
             mean_square = mean_square - sums[0].square()
-        y = wide * torch.rsqrt(mean_square + self.eps)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        y = wide * torch.rsqrt(mean_square + eps)
         if weight is not None:
             y = y * (weight + self.offset if self.offset else weight)
         if bias is not None:
@@ -75,18 +78,18 @@ def recognised_norm(module: nn.Module) -> Norm | None:
 
 
 def _norms(module: nn.Module, weight: Tensor) -> list[Norm]:
-    floats = [value for value in vars(module).values() if isinstance(value, float)]
-    floats += [torch.finfo(weight.dtype).eps, 0.0]
+    floats: list[float | None] = [value for value in vars(module).values() if isinstance(value, float)]
+    floats += [None, 0.0]
     return [
-        Norm(weight.shape[0], centred, eps, offset)
+        Norm(weight.shape[0], centred, eps, offset, single)
         for centred in (False, True)
         for eps in floats
         for offset in (0.0, 1.0)
+        for single in (False, True)
     ]
 
 
 def _is(norm: Norm, found: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    # A norm that computes in float32 agrees with its formula to about 1e-7.
-    return isinstance(found, Tensor) and torch.allclose(
-        found.double(), norm.apply(x, norm.statistic(x), weight, bias), rtol=1e-5, atol=1e-6
-    )
+    expected = norm.apply(x, norm.statistic(x), weight, bias)
+    rtol, atol = (1e-5, 1e-6) if norm.single else (1e-12, 1e-12)
+    return isinstance(found, Tensor) and torch.allclose(found.double(), expected, rtol=rtol, atol=atol)

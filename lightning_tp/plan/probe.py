@@ -66,6 +66,18 @@ class SplittableLinear:
 
 
 @dataclass(frozen=True)
+class Misfit:
+    """Linears that other tensor-parallel sizes can split, but not the one asked for."""
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    legal_sizes: tuple[int, ...]
+
+    def reason(self, size: int) -> str:
+        return f"{size} ranks do not fit; legal sizes: {_listed(self.legal_sizes)}"
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A part of the computation that may become a region.
 
@@ -81,6 +93,7 @@ class Candidate:
         entries: Linears outside of it whose outputs enter it past its columns.
         norms: Normalisations over all features between columns and rows.
         random: Whether a dropout lies between columns and rows.
+        misfit: Where ranks would share some rows of a column and not others: what to say if that is not proven.
     """
 
     columns: tuple[Column, ...]
@@ -92,6 +105,7 @@ class Candidate:
     entries: tuple[Entry, ...]
     norms: tuple[str, ...]
     random: bool
+    misfit: Misfit | None = None
 
     @property
     def call(self) -> ModuleCall | None:
@@ -101,19 +115,16 @@ class Candidate:
     def members(self) -> set[str]:
         return {column.module for column in self.columns} | set(self.rows)
 
+    @property
+    def computed_again(self) -> int:
+        """Output features that more than one rank would compute, each counted for every rank but one."""
+        shares = [[column.row_indices(rank) for rank in range(len(column.rows))] for column in self.columns]
+        return sum(sum(map(len, rows)) - len(set().union(*rows)) for rows in shares)
+
     def matches(self, other: Candidate) -> bool:
         """Whether both are the same linears in the same roles, found at two calls."""
         keys = ("columns", "rows", "inputs", "shards", "entries", "norms", "partial")
         return all(getattr(self, key) == getattr(other, key) for key in keys)
-
-
-@dataclass(frozen=True)
-class Misfit:
-    """Linears that other tensor-parallel sizes can split, but not the one asked for."""
-
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    legal_sizes: tuple[int, ...]
 
 
 @dataclass
@@ -172,15 +183,23 @@ def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int) -
     analysis.find_candidates(settled=[])
     result = analysis.result()
     left = result.reasons.keys() - analysis.ineligible.keys()
-    norms = _norms(model) if left else {}
-    if norms:
-        again = _Analysis(model, linears, traced, tensor_parallel_size, norms)
-        again.find_candidates(settled=result.candidates)
-        if len(again.candidates) > len(result.candidates):
-            again.misfits = analysis.misfits
-            again.reasons = {**analysis.reasons}
-            result = again.result()
-    return result
+    settled = [candidate for candidate in result.candidates if not candidate.computed_again]
+    norms = _norms(model) if left or len(settled) < len(result.candidates) else {}
+    if not norms:
+        return result
+    again = _Analysis(model, linears, traced, tensor_parallel_size, norms)
+    again.find_candidates(settled)
+    better = [new for new in again.candidates if not any(_as_good(old, new) for old in result.candidates)]
+    members = {name for new in better for name in new.members}
+    kept = [old for old in result.candidates if not old.members & members]
+    misfits = [misfit for misfit in analysis.misfits if not members & {*misfit.columns, *misfit.rows}]
+    reasons = {name: reason for name, reason in analysis.reasons.items() if name not in members}
+    return Probe(linears, [*kept, *better], misfits, reasons, analysis.run)
+
+
+def _as_good(old: Candidate, new: Candidate) -> bool:
+    """Whether ``old`` already splits what ``new`` does."""
+    return bool(old.members & new.members) and old.computed_again <= new.computed_again
 
 
 def _norms(model: nn.Module) -> dict[str, Norm]:
@@ -197,7 +216,8 @@ def norms_by_element(model: nn.Module, norms: Mapping[str, Norm], run: Run) -> I
         def passed(module: nn.Module, args: Any, output: Any, name: str = name, norm: Norm = norm) -> Tensor:
             x: Tensor = args[0]
             run.norm_inputs.append((name, x))
-            y = x * (module.weight + norm.offset)
+            weight: Any = module.weight
+            y = x * (weight + norm.offset)
             bias: Any = module._parameters.get("bias")
             return (y if bias is None else y + bias).to(output.dtype)
 
@@ -334,11 +354,15 @@ class _Analysis:
         if reason is not None:
             return reason if len(members) == 1 else f"{reason} (group: {_listed(members)})"
         columns, reason = self._split(producers, consumers, self.size)
-        if reason is not None:
+        misfit = None
+        if reason is not None or any(column.overlaps for column in columns):
             legal = self._legal_sizes(producers, consumers)
-            if len(legal) > 1 and taken is None:
-                self.misfits.append(Misfit(tuple(dict.fromkeys(self._names(producers))), tuple(rows), legal))
-                reason = f"{self.size} ranks do not fit; legal sizes: {_listed(legal)}"
+            if len(legal) > 1:
+                misfit = Misfit(tuple(dict.fromkeys(self._names(producers))), tuple(rows), legal)
+        if reason is not None:
+            if misfit is not None and taken is None:
+                self.misfits.append(misfit)
+                reason = misfit.reason(self.size)
             return reason
         partial, shards, reason = self._inner_parameters(producers, consumers)
         if reason is not None:
@@ -355,6 +379,7 @@ class _Analysis:
             entries=entries,
             norms=tuple(dict.fromkeys(name for name, reached in self.norm_inputs if reached & mask)),
             random=last.random_before > first.random_before,
+            misfit=misfit,
         )
         if taken is None:
             self.candidates.append(candidate)
@@ -389,10 +414,8 @@ class _Analysis:
                 return [], f"not every output of {name} reaches the rows of its group"
             if len(set(rows.sum(1).tolist())) > 1:
                 return [], f"the ranks would need unequal shares of the outputs of {name}"
-            if any((a & b).any() and not torch.equal(a, b) for a, b in itertools.combinations(rows, 2)):
-                return [], f"the ranks' shares of the outputs of {name} would overlap in part"
             columns.append(Column(tuple(ranges_of(row.nonzero().flatten().tolist()) for row in rows), name))
-        if not any(column.is_sharded for column in columns):
+        if not any(column.is_sharded or column.overlaps for column in columns):
             return [], f"the ranks would share outputs of all of {_listed(names[:3])}"
         return columns, None
 
@@ -503,8 +526,10 @@ class _Analysis:
         legal = {1}
         for size in common:
             smaller = [divisor for divisor in common if divisor < size and size % divisor == 0]
-            if all(divisor in legal for divisor in smaller) and self._split(producers, consumers, size)[1] is None:
-                legal.add(size)
+            if all(divisor in legal for divisor in smaller):
+                columns, reason = self._split(producers, consumers, size)
+                if reason is None and not any(column.overlaps for column in columns):
+                    legal.add(size)
         return tuple(sorted(legal))
 
     def _inner_parameters(

@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_tp.plan.arguments import argument_name, named_arguments, sliced_arguments
 from lightning_tp.plan.compare import TOLERANCE, NotProven, difference, rounding_floor, scattered
-from lightning_tp.plan.graph import tensors_in
+from lightning_tp.plan.graph import copied_objects, tensors_in
 from lightning_tp.plan.linears import feature_changes
 from lightning_tp.plan.needs import index_sets, note, split_of
 from lightning_tp.plan.norms import recognised_norm
 from lightning_tp.plan.probe import Candidate, SplittableLinear
 from lightning_tp.plan.region_run import RegionRun
 from lightning_tp.plan.sharding_plan import ArgumentSlice, AttributeChange, Ranges, SizeRule, Split
-from lightning_tp.plan.stand_ins import changed_attributes, fresh_copies, prepared_inputs, randomised, swapped
+from lightning_tp.plan.stand_ins import changed_attributes, prepared_inputs, randomised, swapped
 
 
 @dataclass
@@ -93,6 +93,9 @@ class RegionProof:
         self.parameter_names = {id(p): name for name, p in model.named_parameters()}
         self.ids = {name: key for key, name in self.parameter_names.items()}
         self.features = [feature_changes(model, candidate.columns, candidate.rows, rank) for rank in range(size)]
+        # One that belongs to another module comes in as an argument.
+        here = {id(p) for _, _, p in self.slots}
+        self.shards = [shard for shard in candidate.shards if self.ids[shard.parameter] in here]
         self.arguments: tuple[ArgumentSlice, ...] = ()
         self.dtype = torch.float64
         try:
@@ -135,7 +138,9 @@ class RegionProof:
                 if rows is not None:
                     found.append(ArgumentSlice(argument_name(self.module, name), dim, period, rows))
                     break
-        self.arguments = tuple(found)
+        if found:
+            self.arguments = tuple(found)
+            self.references = self._references()
 
     def check(self, attributes: Sequence[AttributeChange], rescale: bool = False) -> Verdict:
         """Run all ranks with ``attributes`` (and rescaled sizes) and compare.
@@ -144,7 +149,7 @@ class RegionProof:
             NotProven: they differ, or the ranks need different rules.
             Exception: whatever the module's code raises when it runs on a share that does not fit.
         """
-        worst = 0.0
+        worst, results_differ = 0.0, False
         rules: list[SizeRule] | None = None
         norms: set[str] = set()
         for full, parameters, inputs in self.references:
@@ -156,9 +161,11 @@ class RegionProof:
                     raise NotProven("its ranks or its inputs need different sizes")
                 rules, norms = rank.rules, rank.local_norms
             worst = max(worst, self._compare(full, ranks))
+            results_differ |= any(self._results_differ(full, rank) for rank in ranks)
             if worst > TOLERANCE[self.dtype]:
                 raise NotProven(f"its numbers differ by {worst:.1e}")
-        return Verdict(worst, tuple(rules or ()), tuple(name for name in self.candidate.norms if name in norms))
+        local = tuple(name for name in self.candidate.norms if name in norms)
+        return Verdict(worst, tuple(rules or ()), local, results_differ)
 
     def _references(self) -> list[tuple[Evidence, dict[int, Tensor], tuple[Any, Any]]]:
         """The unsplit run on the inputs as captured, and with other values in the tensors that carry gradients."""
@@ -195,7 +202,7 @@ class RegionProof:
             None if full is None else full.statistics,
         )
         changes = [] if rank is None else [*self.features[rank], *attributes]
-        args, kwargs = fresh_copies(inputs)
+        args, kwargs = copied_objects(inputs)
         if rank is not None and self.arguments:
             args, kwargs = sliced_arguments(self.module, self.arguments, rank, args, kwargs)
         norms = {name: norm for name, norm in self.norms.items() if norm is not None}
@@ -209,7 +216,7 @@ class RegionProof:
         if len(run.outputs) != len(self.rows):
             raise NotProven("its rows were not reached when its module ran by itself")
         inside = [leaf for _, leaf in run.inputs.values()] + run.entered
-        shards = [tensors[self.ids[shard.parameter]] for shard in self.candidate.shards]
+        shards = [tensors[self.ids[shard.parameter]] for shard in self.shards]
         results = [] if self.candidate.call is None else _results(returned, [*inside, *shards])
         sliced = {slice_.argument for slice_ in self.arguments}
         named = named_arguments(self.module, *inputs)
@@ -224,7 +231,7 @@ class RegionProof:
         for row in self.rows:
             out = run.outputs[row]
             total = total + (out * torch.randn(out.shape, dtype=out.dtype, generator=generator).to(out.device)).sum()
-        named_parameters = {self.parameter_names[id(p)]: tensors[id(p)] for _, _, p in self.slots}
+        named_parameters: dict[str, Tensor] = {self.parameter_names[id(p)]: tensors[id(p)] for _, _, p in self.slots}
         return _Pass(run, total, [*inside, *cut], past, named_parameters, results)
 
     def _join_statistics(self, full: Evidence, passes: list[_Pass]) -> None:
@@ -242,14 +249,14 @@ class RegionProof:
     def _evidence(self, one: _Pass) -> Evidence:
         """Take the gradients of a forward run."""
         targets = [*one.inputs, *one.past, *one.parameters.values()]
-        grads = list(torch.autograd.grad(one.total, targets, allow_unused=True))
+        grads: list[Tensor | None] = list(torch.autograd.grad(one.total, targets, allow_unused=True))
         entered, leaking = len(one.inputs), len(one.inputs) + len(one.past)
         run = one.run
         return Evidence(
             outputs={name: output.detach() for name, output in run.outputs.items()},
             full_outputs=run.with_bias,
             input_grads=grads[:entered],
-            leaks=[str(i) for i, grad in enumerate(grads[entered:leaking]) if grad is not None],
+            leaks=[str(i) for i, grad in enumerate(grads[entered:leaking]) if grad is not None and grad.any()],
             parameter_grads=dict(zip(one.parameters, grads[leaking:], strict=True)),
             results=one.results,
             statistics={position: partial.detach() for position, (partial, _) in run.statistics.items()},
@@ -270,21 +277,25 @@ class RegionProof:
         for linear in self.rows.values():
             whole = parameters[id(linear.weight)]
             shares[id(linear.weight)] = whole.chunk(self.size, linear.adapter.input_dim)[rank].clone()
-        for shard in self.candidate.shards:
+        for shard in self.shards:
             whole = parameters[self.ids[shard.parameter]]
             index = torch.tensor(shard.row_indices(rank), device=whole.device)
             shares[self.ids[shard.parameter]] = whole.index_select(shard.dim, index)
         return shares
+
+    def _results_differ(self, full: Evidence, rank: Evidence) -> bool:
+        """Whether a tensor that the module returns, and that is not made from inside the region, is another one."""
+        return any(
+            difference(result.double(), [_as_double(rank.results, position)]) > TOLERANCE[self.dtype]
+            for position, result in enumerate(full.results)
+            if result is not None
+        )
 
     def _compare(self, full: Evidence, ranks: list[Evidence]) -> float:
         """The largest relative difference between the unsplit evidence and that of all ranks together."""
         if full.leaks or any(rank.leaks for rank in ranks):
             raise NotProven("a tensor enters it past its columns")
         worst = 0.0
-        for position, result in enumerate(full.results):
-            if result is not None:
-                for rank in ranks:
-                    worst = max(worst, difference(result.double(), [_as_double(rank.results, position)]))
         for name, output in full.outputs.items():
             worst = max(worst, difference(output, [rank.outputs[name] for rank in ranks]))
         for position in ranks[0].statistics:
@@ -297,7 +308,7 @@ class RegionProof:
             linear = self.columns[column.module]
             for key, dim in (("weight", linear.adapter.output_dim), ("bias", 0)):
                 index[f"{column.module}.{key}" if column.module else key] = (dim, column)
-        for shard in self.candidate.shards:
+        for shard in self.shards:
             index[shard.parameter] = (shard.dim, shard)
         whole_rows = {f"{name}.weight": linear for name, linear in self.rows.items()}
         for name, grad in full.parameter_grads.items():
@@ -322,11 +333,13 @@ class Verdict:
         error: The largest relative difference.
         rules: The rules for sizes, the same on every rank.
         norms: The normalisations whose statistics are summed over the ranks.
+        results_differ: Whether what the module returns beside its rows' outputs is not the same on every rank.
     """
 
     error: float
     rules: tuple[SizeRule, ...]
     norms: tuple[str, ...]
+    results_differ: bool
 
 
 def _results(returned: Any, leaves: list[Tensor]) -> list[Tensor | None]:

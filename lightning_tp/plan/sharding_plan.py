@@ -40,6 +40,12 @@ class Split:
         ranges = sorted(pair for per_rank in self.rows for pair in per_rank)
         return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether two ranks have some indices in common and others not (a fused weight with shared keys and values)."""
+        sets = [set(self.row_indices(rank)) for rank in range(len(self.rows))]
+        return any(a & b and a != b for a, b in itertools.combinations(sets, 2))
+
 
 @dataclass(frozen=True)
 class Column(Split):

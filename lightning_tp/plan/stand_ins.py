@@ -52,17 +52,6 @@ def prepared_inputs(call: ModuleCall, dtype: torch.dtype, generator: torch.Gener
     return tree_map(prepared, (call.args, call.kwargs))
 
 
-def fresh_copies(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-    """``inputs`` with objects that a run could fill (caches) copied; tensors and modules stay the same objects."""
-
-    def fresh(value: Any) -> Any:
-        if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or not hasattr(value, "__dict__"):
-            return value
-        return copy.deepcopy(value)
-
-    return tree_map(fresh, inputs)
-
-
 @contextmanager
 def swapped(module: nn.Module, slots: Slots, tensors: Mapping[int, Tensor], dtype: torch.dtype) -> Iterator[None]:
     """``module`` runs on ``tensors`` (by id of the parameter) and on buffers of ``dtype``."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_tp.dropout import without_dropout
+from lightning_tp.plan.graph import copied_objects
 from lightning_tp.plan.linears import PRODUCTS, TRANSPOSES, weight_operand
 
 _OBSERVERS = {
@@ -153,7 +154,9 @@ def module_calls(model: nn.Module, trace: LinearTrace) -> Iterator[None]:
     for name, module in model.named_modules():
 
         def enter(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            stack.append(ModuleCall(name, module, args, kwargs, run.random_calls))
+            # As the module is given them: a cache is filled while it runs.
+            given, named = copied_objects((args, kwargs))
+            stack.append(ModuleCall(name, module, given, named, run.random_calls))
             run.module_calls.setdefault(name, []).append(stack[-1])
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
