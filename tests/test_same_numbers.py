@@ -135,7 +135,7 @@ def broken_on_ranks(name: str, fault: str) -> TrainingRecord:
         replaced = (linear, "copy", lambda x, group: x)
     else:
         original = apply.LocalRead
-        replaced = (apply, "LocalRead", lambda group, partial, rows: original(group, False, rows))
+        replaced = (apply, "LocalRead", lambda group, partial, rows, counts: original(group, False, rows, counts))
     owner, attribute, value = replaced
     kept = getattr(owner, attribute)
     setattr(owner, attribute, value)

@@ -330,6 +330,10 @@ def _rewrite_modules(
         for name, role, mixin in running.roles(model):
             states.setdefault(name, ParallelState(scope)).role = role
             mixins.setdefault(name, []).append(mixin)
+        for entry in region.entries:
+            features = torch.tensor(entry.row_indices(0), device=running.device)
+            states[entry.module].entry = EntryRole(group, features)
+            mixins.setdefault(entry.module, []).insert(0, EntryLinear)  # outside of what else the linear is
         for name in region.norms:
             states[name].role = NormRole(group, norms[name])
             mixins.setdefault(name, []).append(ParallelNorm)
@@ -362,12 +366,6 @@ class _RunningRegion:
         for name in region.rows:
             adapter: Any = linear_adapter(model.get_submodule(name))
             yield name, RowRole(self.group, adapter, self.randomness), RowParallel
-        for entry in region.entries:
-            yield (
-                entry.module,
-                EntryRole(self.group, torch.tensor(entry.row_indices(0), device=self.device)),
-                EntryLinear,
-            )
         if region.boundary is not None:
             function = local_forward(model.get_submodule(region.module)) if region.found_by == "adapter" else None
             role = BoundaryRole(self.group, self.rank, self.size, function, self.randomness)

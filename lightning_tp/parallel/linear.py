@@ -203,19 +203,19 @@ def _is_floating(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class EntryRole:
-    """A whole linear of whose output some features enter a region."""
+    """Which output features of a linear enter a region."""
 
     group: dist.ProcessGroup
     rows: Tensor
 
 
 class EntryLinear(nn.Module):
-    """Mixin for a linear that every rank computes whole: gradients that come out of a region are summed."""
+    """Mixin for a linear whose output every rank has whole: gradients that come out of a region are summed."""
 
     _parallel: ParallelState
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        role: EntryRole = self._parallel.role
+        role: EntryRole = self._parallel.entry
         return copy_features(super().forward(*args, **kwargs), role.rows, role.group)
 
 

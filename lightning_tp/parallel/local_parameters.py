@@ -87,6 +87,7 @@ class ParallelState:
         reads: How each of the module's own parameters is read.
         attributes: The attributes that regions change.
         role: What the module is in its region: a column, a row, a normalisation, ...
+        entry: For a linear whose output enters a region of which it is no column: which features, in which group.
         region: The context of the regions that the module's forward holds.
         plan: The plan in force (root module only).
         mesh_sizes: Sizes of the data-parallel and the tensor-parallel axis (root module only).
@@ -96,6 +97,7 @@ class ParallelState:
     reads: dict[str, LocalRead] = field(default_factory=dict)
     attributes: list[LocalAttributes] = field(default_factory=list)
     role: Any = None
+    entry: Any = None
     region: Any = None
     plan: ShardingPlan | None = None
     mesh_sizes: tuple[int, int] = (1, 1)

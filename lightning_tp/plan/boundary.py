@@ -34,7 +34,7 @@ from lightning_tp.plan.trace import ModuleCall
 LocalForward = Callable[..., Any]
 """``f(module, rank, size, *args, **kwargs)``: what a rank with its share of the parameters adds to the results."""
 
-_MOST_PASSES = 8
+_MOST_PASSES = 4
 """Passes with other parameters and inputs, where activations hide what is needed."""
 
 
@@ -173,30 +173,32 @@ class BoundarySplit:
         for seed in range(_MOST_PASSES):
             parameters, inputs = self._operands(seed)
             leaves = {name: value.requires_grad_(True) for name, value in parameters.items()}
+            totals = []
             for rank in range(-1, size):
                 mask = torch.zeros_like(leaves[row])
                 if rank >= 0:
                     share = mask.shape[dim] // size
                     mask.narrow(dim, rank * share, share).fill_(1)
-                values = {**leaves, row: leaves[row] * mask}
-                outputs, _ = self._run(values, inputs)
+                outputs, _ = self._run({**leaves, row: leaves[row] * mask}, inputs)
                 outputs = [output for output in outputs if _depends(output, leaves[row])]
                 if not outputs:
                     return None
-                total = _projection(outputs)
-                grads = dict(
-                    zip(leaves, torch.autograd.grad(total, list(leaves.values()), allow_unused=True), strict=True)
-                )
+                totals.append(_projection(outputs))
+                found = torch.autograd.grad(totals[-1], list(leaves.values()), allow_unused=True)
+                grads = dict(zip(leaves, found, strict=True))
                 if rank < 0:
                     # Without the row only what is added beside it is left.
-                    added = {name for name, grad in grads.items() if grad is not None and bool(grad.any())} - {row}
-                    beside &= added
+                    beside &= {name for name, grad in grads.items() if grad is not None and bool(grad.any())} - {row}
                     continue
                 for name, grad in grads.items():
                     note(sets[name], rank, grad)
-            covered = all(any(bool(s.any(0).all()) for s in sets[name]) for name in sets if name not in beside)
-            if covered:
+            if not seed and not self._is_linear_in(row, leaves, inputs, totals):
+                return None
+            others = [name for name in sets if name != row and name not in beside]
+            if all(any(bool(s.any(0).all()) for s in sets[name]) for name in others):
                 break
+            if not any(_disjoint(s) for name in others for s in sets[name]):
+                return None
         shards = [SplitParameter(_chunks(self.parameters[row].shape[dim], size), row, dim)]
         partial = []
         for name, dims in sets.items():
@@ -210,6 +212,16 @@ class BoundarySplit:
                 shards.append(shard)
         elements = sum(self.parameters[shard.parameter].numel() for shard in shards)
         return _Cut(tuple(shards), tuple(partial) + tuple(sorted(beside)), tuple(sorted(beside)), elements)
+
+    def _is_linear_in(
+        self, row: str, leaves: Mapping[str, Tensor], inputs: tuple[Any, Any], totals: list[Tensor]
+    ) -> bool:
+        """Whether the results with one chunk each add up to those with the whole row (the first are without it)."""
+        outputs, _ = self._run(leaves, inputs)
+        whole = _projection([output for output in outputs if _depends(output, leaves[row])])
+        chunks = torch.stack(totals[1:]).sum() - (len(totals) - 2) * totals[0]
+        scale = torch.stack(totals).abs().max() + whole.abs()
+        return bool((whole - chunks).abs() <= TOLERANCE[self.dtype] * scale)
 
     def _proven(self, cut: _Cut, attributes: Sequence[AttributeChange]) -> tuple[float, Boundary]:
         worst = 0.0
@@ -254,6 +266,11 @@ class BoundarySplit:
             index = torch.tensor(shard.row_indices(rank), device=shares[shard.parameter].device)
             shares[shard.parameter] = shares[shard.parameter].index_select(shard.dim, index)
         return {name: value.clone().requires_grad_(True) for name, value in shares.items()}
+
+
+def _disjoint(sets: Tensor) -> bool:
+    """Whether no index of ``sets [ranks, size]`` is needed by two ranks, and some are needed."""
+    return bool((sets.sum(0) <= 1).all()) and bool(sets.any())
 
 
 def _depends(output: Tensor, leaf: Tensor) -> bool:

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -192,7 +192,7 @@ def randomised_parameters(model: nn.Module) -> Iterator[None]:
 def _regions(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) -> list[Region]:
     """The candidates that can be proven, in the order of the run; the others get a reason."""
     regions: list[Region] = []
-    hints: _Hints = {}
+    hints = _Hints()
     alone = {id(c): _proven(model, found, [c], size, run, hints) for c in found.candidates}
     for candidates in _proven_together(found.candidates, alone):
         proven = [alone[id(candidate)] for candidate in candidates]
@@ -335,8 +335,17 @@ class _Way:
         return bool(self.attributes or self.sizes or self.arguments)
 
 
-_Hints = dict[type, tuple[tuple[tuple[str, AttributeChange], ...], bool]]
-"""By class of module the last proven way: changes with the module's name within it, and whether to rescale sizes."""
+@dataclass
+class _Hints:
+    """What other modules of a class have shown.
+
+    Attributes:
+        ways: By class the last proven way: changes with the module's name within it, and whether to rescale sizes.
+        failures: Class and shapes of the modules in which no way was found.
+    """
+
+    ways: dict[type, tuple[tuple[tuple[str, AttributeChange], ...], bool]] = field(default_factory=dict)
+    failures: set[tuple[Any, ...]] = field(default_factory=set)
 
 
 def _proven(
@@ -354,7 +363,10 @@ def _proven(
     last = "no share of its code fits"
     conditional: _Way | None = None
     ways = _ways(model, candidate, proof, found.linears)
-    hint = hints.get(type(proof.module))
+    kind = (type(proof.module), tuple(tuple(p.shape) for _, _, p in proof.slots), len(candidate.columns))
+    if kind in hints.failures:
+        ways = iter([((), False), ((), True)])
+    hint = hints.ways.get(type(proof.module))
     if hint is not None:
         # What fitted another block of this kind is tried first, and proven for this one.
         moved = tuple(replace(change, module=proof.within(name)) for name, change in hint[0])
@@ -375,11 +387,12 @@ def _proven(
         found_by = "sizes" if sizes else "attributes" if attributes else "as is"
         way = _Way(attributes, sizes, proof.arguments, verdict.norms, found_by, verdict.error, verdict.results_differ)
         if not way.conditional:
-            hints[type(proof.module)] = (tuple((proof.relative(c.module), c) for c in attributes), rescale)
+            hints.ways[type(proof.module)] = (tuple((proof.relative(c.module), c) for c in attributes), rescale)
             return way
         conditional = conditional or way
     if conditional is not None:
         return conditional
+    hints.failures.add(kind)
     return f"one rank's share could not be proven equal: {last}"
 
 

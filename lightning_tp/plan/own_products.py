@@ -38,10 +38,11 @@ def own_products(model: nn.Module, found: Probe, regions: list[Region]) -> OwnPr
     split = {name for region in regions for name in (*(column.module for column in region.columns), *region.rows)}
     known = {id(linear.weight) for name, linear in found.linears.items() if name in split or not found.by_hand(name)}
     names = {id(p): name for name, p in model.named_parameters()}
+    shards = {shard.parameter for region in regions for shard in region.shards}
     own = OwnProducts()
     for key, users in found.run.users.items():
         name = names.get(key)
-        if name is None or key in known or model.get_parameter(name).dim() < 2:
+        if name is None or name in shards or key in known or model.get_parameter(name).dim() < 2:
             continue
         holders = [m for m, module in model.named_modules() if any(p is not None and id(p) == key for p in
                    module._parameters.values())]  # fmt: skip

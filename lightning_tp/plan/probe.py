@@ -282,14 +282,19 @@ class _Analysis:
         self.known_needs: dict[tuple[tuple[int, ...], int], _Needs] = {}
 
     def find_candidates(self, settled: Sequence[Candidate]) -> None:
-        """Consider every component in which no linear of the ``settled`` candidates takes part."""
+        """Consider every component in which no linear of the ``settled`` candidates takes part.
+
+        Small ones come first: where two share a linear, the pair is the split, and not the web around it.
+        """
         taken = {name for candidate in settled for name in candidate.members}
-        for producers, consumers in self._components():
+        for producers, consumers in sorted(self._components(), key=lambda found: len(found[0]) + len(found[1])):
             if taken.isdisjoint(self._names((*producers, *consumers))):
                 self._consider(producers, consumers)
         self._drop_inconsistent()
         self._drop_unequal_uses()
         self.candidates = [*settled, *self.candidates]
+        first = {call.owner: index for index, call in reversed(list(enumerate(self.run.calls)))}
+        self.candidates.sort(key=lambda candidate: first[candidate.columns[0].module])
 
     def result(self) -> Probe:
         accepted: set[str] = set()
@@ -415,9 +420,13 @@ class _Analysis:
             if len(set(rows.sum(1).tolist())) > 1:
                 return [], f"the ranks would need unequal shares of the outputs of {name}"
             columns.append(Column(tuple(ranges_of(row.nonzero().flatten().tolist()) for row in rows), name))
-        if not any(column.is_sharded or column.overlaps for column in columns):
-            return [], f"the ranks would share outputs of all of {_listed(names[:3])}"
+        shared = [column for column in columns if all(rows == column.rows[0] for rows in column.rows)]
+        if sum(map(self._elements, shared)) * 2 > sum(map(self._elements, columns)):
+            return [], f"every rank would need all outputs of {_listed([column.module for column in shared][:3])}"
         return columns, None
+
+    def _elements(self, column: Column) -> int:
+        return self.linears[column.module].weight.numel()
 
     def _needs(self, producers: list[int], consumers: list[int], size: int) -> _Needs:
         """What each rank's share of the consumers' inputs was computed from.
@@ -487,8 +496,22 @@ class _Analysis:
         needs = self._needs(producers, consumers, self.size)
         if needs.dense:
             return []
-        alike = {(c, p): rows[0] for (c, p), rows in needs.rows.items() if rows.any() and bool((rows == rows[0]).all())}
-        edges = [(p, c) for (c, p), rows in needs.rows.items() if rows.any() and (c, p) not in alike]
+        used = {pair: rows for pair, rows in needs.rows.items() if rows.any()}
+        alike = {pair: rows[0] for pair, rows in used.items() if bool((rows == rows[0]).all())}
+        split = [pair for pair in used if pair not in alike]
+        good_rows = set(consumers)
+        good_columns = {
+            p for p in producers if (sets := [used[pair] for pair in split if pair[1] == p]) and _is_clean(_union(sets))
+        }
+        while True:
+            # A row reads columns only, and a column is read by rows only, but for what all ranks need alike.
+            bad_rows = {c for c, p in split if c in good_rows and p not in good_columns}
+            bad_columns = {p for c, p in used if p in good_columns and c not in good_rows - bad_rows}
+            if not bad_rows and not bad_columns:
+                break
+            good_rows -= bad_rows
+            good_columns -= bad_columns
+        edges = [(p, c) for c, p in split if c in good_rows and p in good_columns]
         parts = []
         for part_producers, part_consumers in _connected(edges, len(self.run.calls), []):
             if any(p in part_producers and c not in part_consumers for c, p in alike):
@@ -629,6 +652,12 @@ def _connected(edges: list[tuple[int, int]], number: int, excluded: Sequence[int
             found[0].add(producer)
             found[1].add(consumer)
     return sorted((sorted(producers), sorted(consumers)) for producers, consumers in components.values())
+
+
+def _is_clean(rows: Tensor) -> bool:
+    """Whether the ranks' sets ``[ranks, rows]`` cover all rows, are of one size, and pairwise disjoint or equal."""
+    equal_or_disjoint = all(not (a & b).any() or torch.equal(a, b) for a, b in itertools.combinations(rows, 2))
+    return bool(rows.any(0).all()) and len(set(rows.sum(1).tolist())) == 1 and equal_or_disjoint
 
 
 def _union(sets: Iterable[Tensor]) -> Tensor:

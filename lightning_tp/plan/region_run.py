@@ -125,7 +125,9 @@ class RegionRun(TorchFunctionMode):
         self.outputs[row.name] = row.adapter.product(x, weight)
         if self.full_outputs is None:
             self.with_bias[row.name] = function(*args, **kwargs).detach()
-        return self.with_bias[row.name] if self.full_outputs is None else self.full_outputs[row.name]
+        reduced = self.with_bias[row.name] if self.full_outputs is None else self.full_outputs[row.name]
+        entry = self.entries.get(id(weight))
+        return reduced if entry is None else self._entry(reduced, entry)
 
     def _entry(self, y: Tensor, entry: Entry) -> Tensor:
         """``y`` with the features that enter the region cut off from their linear."""
