@@ -10,7 +10,7 @@ os.environ["WANDB_MODE"] = "offline"
 import pytest
 import torch
 
-from tests.distributed import RankPool
+from lightning_tp.testing import RankPool
 
 torch.set_num_threads(1)
 

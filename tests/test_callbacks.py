@@ -32,7 +32,7 @@ from lightning_tp.callbacks.collectives import _KINDS
 from lightning_tp.callbacks.step_recorder import StepRecorder, grad_norm
 from lightning_tp.dropout import DropoutOff
 from lightning_tp.layout import ParallelLayout
-from tests.distributed import RankPool
+from lightning_tp.testing import RankPool
 
 BATCH, SEQUENCE, WIDTH = 4, 6, 8
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 import lightning_tp
-from tests.distributed import RankPool
+from lightning_tp.testing import RankPool
 
 SAMPLES = 8
 

@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from lightning_tp.errors import ParallelConfigError
 from lightning_tp.failure import Watchdog
 from lightning_tp.failure_record import FailureRecord, is_consequence
-from tests.distributed import RankError, RankPool
+from lightning_tp.testing import RankError, RankPool
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 60.0  # seconds: what the issue allows from the failure to the end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_tp import ParallelConfigError, ParallelLayout
-from tests.distributed import RankPool
+from lightning_tp.testing import RankPool
 
 
 @pytest.mark.parametrize(

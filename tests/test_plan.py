@@ -13,8 +13,8 @@ from torch import nn
 import lightning_tp
 from lightning_tp import ParallelConfigError, PlanError, ShardingPlan
 from lightning_tp.layout import ParallelLayout
+from lightning_tp.testing import RankPool, relative, whole
 from recipes.llama import LlamaModule
-from tests.distributed import RankPool
 from tests.models import (
     LENGTH,
     MODELS,
@@ -25,7 +25,6 @@ from tests.models import (
     SelfAttention,
     Stack,
 )
-from tests.training_record import relative, whole
 
 
 def inputs() -> torch.Tensor:

@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_tp
 from lightning_tp.layout import ParallelLayout
+from lightning_tp.testing import RankPool, TrainingRecord, largest_difference, relative, train
 from recipes.gpt import GPTModule
 from recipes.llama import LlamaModule
-from tests.distributed import RankPool
-from tests.training_record import TrainingRecord, largest_difference, relative, train
 
 STEPS, BATCH, SEQUENCE, VOCAB = 10, 4, 12, 64
 LAYERS = 2

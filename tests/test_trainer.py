@@ -20,11 +20,10 @@ from torchmetrics import MeanSquaredError
 
 import lightning_tp
 from lightning_tp.parallel.local_parameters import ParallelModule
+from lightning_tp.testing import RankPool, TrainingRecord, largest_difference, relative, train, whole
 from recipes.gpt import GPTModule
 from recipes.llama import LlamaModule
-from tests.distributed import RankPool
 from tests.models import LENGTH, WIDTH, FeedForward, SelfAttention, Stack
-from tests.training_record import TrainingRecord, largest_difference, relative, train, whole
 
 SAMPLES, BATCH = 16, 4
 

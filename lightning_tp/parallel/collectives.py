@@ -89,7 +89,8 @@ class _CopyFeatures(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(x.contiguous(), group)
+        # Not the input itself, which would forbid code to change the result in place.
+        return _all_reduce(x.contiguous(), group).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

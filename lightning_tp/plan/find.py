@@ -197,7 +197,8 @@ def _regions(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) 
     for candidates in _proven_together(found.candidates, alone):
         proven = [alone[id(candidate)] for candidate in candidates]
         linked = len({candidate.call.name if candidate.call else "" for candidate in candidates}) > 1
-        if linked or any(isinstance(way, _Way) and way.conditional for way in proven):
+        handed = any(not _reads_only_its_own(candidate) for candidate in candidates)
+        if linked or handed or any(isinstance(way, _Way) and way.conditional for way in proven):
             proven = _proven_linked(model, found, candidates, proven, size, run)
         elif len(candidates) > 1 and any(isinstance(way, str) or way.changes_code for way in proven):
             # Changes for one region reach the code of the others in the same module: they are proven together.
@@ -293,19 +294,27 @@ def _proven_linked(
     return [replace(way, arguments=(), error=verdict.error, norms=verdict.norms, conditional=False) for way in ways]
 
 
+def _reads_only_its_own(candidate: Candidate) -> bool:
+    """Whether every parameter that a region splits is one of its module's."""
+    name = candidate.call.name if candidate.call is not None else ""
+    return not name or all(shard.parameter.startswith(f"{name}.") for shard in candidate.shards)
+
+
 def _merged(candidates: list[Candidate]) -> Candidate:
-    """All candidates as one, in the innermost module call that holds them all."""
+    """All candidates as one, in the innermost module call that holds them all and the parameters that they split."""
+    shards = tuple(dict.fromkeys(shard for candidate in candidates for shard in candidate.shards))
     common = [
         level[0]
         for level in zip(*(candidate.stack for candidate in candidates), strict=False)
         if all(call is level[0] for call in level)
+        and (not level[0].name or all(shard.parameter.startswith(f"{level[0].name}.") for shard in shards))
     ]
     return replace(
         candidates[0],
         columns=tuple(column for candidate in candidates for column in candidate.columns),
         rows=tuple(row for candidate in candidates for row in candidate.rows),
         partial=tuple(dict.fromkeys(name for candidate in candidates for name in candidate.partial)),
-        shards=tuple(dict.fromkeys(shard for candidate in candidates for shard in candidate.shards)),
+        shards=shards,
         entries=tuple(dict.fromkeys(entry for candidate in candidates for entry in candidate.entries)),
         norms=tuple(dict.fromkeys(name for candidate in candidates for name in candidate.norms)),
         stack=tuple(common),

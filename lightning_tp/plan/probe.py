@@ -116,10 +116,17 @@ class Candidate:
         return {column.module for column in self.columns} | set(self.rows)
 
     @property
-    def computed_again(self) -> int:
-        """Output features that more than one rank would compute, each counted for every rank but one."""
-        shares = [[column.row_indices(rank) for rank in range(len(column.rows))] for column in self.columns]
-        return sum(sum(map(len, rows)) - len(set().union(*rows)) for rows in shares)
+    def saved(self) -> int:
+        """Output features of the columns that one rank need not compute."""
+        return sum(
+            len(set().union(*map(column.row_indices, range(len(column.rows))))) - len(column.row_indices(0))
+            for column in self.columns
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no rank computes what another computes too."""
+        return not self.entries and all(column.is_sharded for column in self.columns)
 
     def matches(self, other: Candidate) -> bool:
         """Whether both are the same linears in the same roles, found at two calls."""
@@ -183,23 +190,22 @@ def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int) -
     analysis.find_candidates(settled=[])
     result = analysis.result()
     left = result.reasons.keys() - analysis.ineligible.keys()
-    settled = [candidate for candidate in result.candidates if not candidate.computed_again]
+    settled = [candidate for candidate in result.candidates if candidate.is_complete]
     norms = _norms(model) if left or len(settled) < len(result.candidates) else {}
     if not norms:
         return result
     again = _Analysis(model, linears, traced, tensor_parallel_size, norms)
     again.find_candidates(settled)
-    better = [new for new in again.candidates if not any(_as_good(old, new) for old in result.candidates)]
+    better = [
+        new
+        for new in again.candidates
+        if new not in settled and new.saved > sum(old.saved for old in result.candidates if old.members & new.members)
+    ]
     members = {name for new in better for name in new.members}
     kept = [old for old in result.candidates if not old.members & members]
     misfits = [misfit for misfit in analysis.misfits if not members & {*misfit.columns, *misfit.rows}]
     reasons = {name: reason for name, reason in analysis.reasons.items() if name not in members}
     return Probe(linears, [*kept, *better], misfits, reasons, analysis.run)
-
-
-def _as_good(old: Candidate, new: Candidate) -> bool:
-    """Whether ``old`` already splits what ``new`` does."""
-    return bool(old.members & new.members) and old.computed_again <= new.computed_again
 
 
 def _norms(model: nn.Module) -> dict[str, Norm]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -13,26 +14,44 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-import lightning_tp
+from lightning_tp.dropout import DropoutOff
+from lightning_tp.plan.agree import PlanSource
+from lightning_tp.plan.find import Unsplittable
+from lightning_tp.plan.sharding_plan import ShardingPlan
+from lightning_tp.strategy import TensorParallelStrategy
 
 Batches = list[Any]
+TestPrecision = Literal["64-true", "32-true"]
 
 
 @dataclass
 class TrainingRecord:
-    """What a run has given: per step the loss, the gradient norm and every gradient; the parameters at its end."""
+    """What a run has given.
 
-    losses: list[float]
-    grad_norms: list[float]
-    grads: list[dict[str, Tensor]]
-    parameters: dict[str, Tensor]
+    Attributes:
+        losses: By step, averaged over data-parallel ranks.
+        grad_norms: By step, of all gradients together.
+        grads: By step the whole gradients, by name.
+        parameters: The whole parameters at the end, by name.
+        plan: The plan that was in force, if the run was parallel.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    plan: ShardingPlan | None = None
 
 
 class Recorder(pl.Callback):
     """Records whole tensors on every rank."""
 
     def __init__(self) -> None:
-        self.record = TrainingRecord([], [], [], {})
+        self.record = TrainingRecord()
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if isinstance(trainer.strategy, TensorParallelStrategy):
+            self.record.plan = trainer.strategy.plan
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
@@ -48,22 +67,26 @@ class Recorder(pl.Callback):
 
 
 def whole(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor``; of a DTensor the global one (collective)."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def train(
     factory: Callable[[], pl.LightningModule],
     batches: Batches,
-    precision: str,
+    precision: TestPrecision,
     tensor_parallel_size: int = 1,
     data_parallel_size: int = 1,
     callbacks: tuple[pl.Callback, ...] = (),
+    plan: PlanSource = "auto",
+    unsplittable: Unsplittable = "error",
+    dropout: bool = True,
     **trainer_options: Any,
 ) -> TrainingRecord:
     """Train on ``batches``, each for all data-parallel ranks: split along dim 0, one part a rank.
 
     On one device if both sizes are 1, else on the ranks of the running process group. The learning rates and the
-    initial weights come from ``factory`` after the seed is set.
+    initial weights come from ``factory`` after the seed is set. ``dropout=False`` switches every dropout off.
     """
     pl.seed_everything(0, verbose=False)
     world = tensor_parallel_size * data_parallel_size
@@ -71,15 +94,21 @@ def train(
     strategy: Any = "auto"
     own = batches
     if world > 1:
-        strategy = lightning_tp.TensorParallelStrategy(tensor_parallel_size, data_parallel_size)
+        strategy = TensorParallelStrategy(
+            tensor_parallel_size, data_parallel_size, plan=plan, unsplittable=unsplittable
+        )
         part = torch.distributed.get_rank() // tensor_parallel_size
-        own = [tree_map(lambda x: x.chunk(data_parallel_size)[part], batch) for batch in batches]
+
+        def share(x: Any) -> Any:
+            return x.chunk(data_parallel_size)[part] if isinstance(x, Tensor) else x
+
+        own = [tree_map(share, batch) for batch in batches]
     recorder = Recorder()
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=world,
-        precision=precision,  # type: ignore[arg-type]
+        precision=precision,
         max_epochs=1,
         callbacks=[recorder, *callbacks],
         logger=False,
@@ -91,8 +120,11 @@ def train(
     )
     with trainer.init_module():
         module = factory()
-    assert next(module.parameters()).dtype == dtype
-    trainer.fit(module, DataLoader(own, batch_size=None))
+    first = next(module.parameters())
+    if first.dtype != dtype:
+        raise ValueError(f"The factory made parameters of {first.dtype}; for {precision} they must be {dtype}.")
+    with nullcontext() if dropout else DropoutOff():
+        trainer.fit(module, DataLoader(own, batch_size=None))  # type: ignore[arg-type]
     return recorder.record
 
 
@@ -115,4 +147,5 @@ def largest_difference(a: TrainingRecord, b: TrainingRecord, floor: float = 1e-3
 def relative(a: Tensor, b: Tensor, floor: float = 1e-30) -> float:
     """``max|a - b| / max|b|``; below ``floor`` a value counts as zero but for rounding."""
     assert a.shape == b.shape
-    return float((a - b).abs().max() / b.abs().max().clamp(min=floor))
+    difference = float((a.detach() - b.detach()).abs().max() / b.detach().abs().max().clamp(min=floor))
+    return difference if difference == difference else float("inf")

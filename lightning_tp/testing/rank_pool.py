@@ -1,4 +1,4 @@
-"""Run a function on N ranks: the one helper that every distributed test uses."""
+"""Run functions on ranks that are started once."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._processes: list[mp.Process] = []
-        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """``function(*args)`` on every rank, between two barriers; the results by rank.
@@ -59,7 +59,7 @@ class RankPool:
             ready = wait(pending, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for pipe in ready:
+            for pipe in (pipe for pipe in self._pipes if pipe in ready):
                 rank = self._pipes.index(pipe)
                 try:
                     ok, value = pickle.loads(pipe.recv_bytes())
@@ -79,7 +79,7 @@ class RankPool:
         if unanswered:
             after = "the others had failed" if errors else f"{timeout:.0f} s"
             report.append(f"ranks without an answer after {after}: {unanswered}")
-        raise RankError(f"{function.__qualname__} failed.\n" + "\n".join(report))
+        raise RankError(f"{getattr(function, '__qualname__', function)} failed.\n" + "\n".join(report))
 
     def close(self) -> None:
         """End the processes."""
