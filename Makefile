@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 DEPENDENCIES := pyproject.toml constraints.txt
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench zoo clean
 
 train: $(VENV)/installed
 	$(BIN)/python recipes/train.py experiment=shakespeare_llama strategy=tp
@@ -20,6 +20,9 @@ lint: $(VENV)/installed-dev
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step_time.py
 
+zoo: $(VENV)/installed-zoo
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo --output docs/models.md
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
@@ -33,6 +36,11 @@ $(VENV)/installed-dev: $(DEPENDENCIES) | $(BIN)/python
 	@echo "Installing lightning-tp with its development tools into $(VENV) ..."
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/installed
+
+# Without its dependencies: litgpt asks for an older huggingface-hub than transformers, and its model needs neither.
+$(VENV)/installed-zoo: $(VENV)/installed-dev
+	$(PIP) install -c constraints.txt --no-deps litgpt
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lightning-tp needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11.")'

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from lightning_tp import verify
+from lightning_tp.errors import CommandError
+from lightning_tp.inspection import command as inspection
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,14 +22,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightning-tp", description="Tensor-parallel training for PyTorch Lightning.")
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command")
-    verify.add_arguments(
-        commands.add_parser(
-            "verify",
-            help="compare training on one device with training under the strategy",
-            description="Train some steps on one device and under the strategy of a Hydra config, and compare losses "
-            "and gradient norms. Exit status: 0 they agree, 1 they differ, 2 the comparison could not be made.",
-        )
+    inspect_parser = commands.add_parser(
+        "inspect",
+        help="show how a model would be split, and why",
+        description="Plan a model without devices and processes, and show what is split, what stays whole, and why. "
+        "Exit status: 0 done, 2 bad usage, or a model that cannot be planned.",
     )
+    inspection.add_arguments(inspect_parser)
+    inspect_parser.set_defaults(run=inspection.run)
+    verify_parser = commands.add_parser(
+        "verify",
+        help="compare training on one device with training under the strategy",
+        description="Train some steps on one device and under the strategy of a Hydra config, and compare losses "
+        "and gradient norms. Exit status: 0 they agree, 1 they differ, 2 the comparison could not be made.",
+    )
+    verify.add_arguments(verify_parser)
+    verify_parser.set_defaults(run=verify.verify)
     # argparse takes only one run of positional arguments; overrides may stand between options too.
     parsed, rest = parser.parse_known_args(arguments)
     unknown = [argument for argument in rest if argument.startswith("-")]
@@ -41,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Termination unwinds like Ctrl-C, so that a command can end the processes it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return verify.verify(parsed, [*parsed.overrides, *rest])
-    except verify.VerifyError as error:
+        return parsed.run(parsed, [*parsed.overrides, *rest])
+    except CommandError as error:
         print(f"lightning-tp {parsed.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

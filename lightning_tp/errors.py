@@ -14,6 +14,11 @@ class ParallelConfigError(ValueError):
     """What was asked does not fit the model, the devices or the plan. The message says what would."""
 
 
+class CommandError(Exception):
+    """A command of `lightning-tp` could not do its work: bad usage, or something that it runs failed. The message says
+    which, and what to change."""
+
+
 class PlanError(ParallelConfigError):
     """A sharding plan that does not fit the model it is applied to."""
 

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_tp.callbacks.batch import concatenate
 from lightning_tp.callbacks.run_info import data_parallel
 from lightning_tp.callbacks.step_recorder import StepRecord, StepRecorder
-from lightning_tp.errors import ParallelConfigError
+from lightning_tp.errors import CommandError, ParallelConfigError
 from lightning_tp.hydra_errors import check_overrides
 from lightning_tp.layout import ParallelLayout
 
@@ -57,7 +57,7 @@ _REPLACED_TRAINER_ARGUMENTS = {
 }  # fmt: skip
 
 
-class VerifyError(Exception):
+class VerifyError(CommandError):
     """The comparison could not be made: bad usage, or a run that failed. The message says why."""
 
 
@@ -100,10 +100,7 @@ class RunResult:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lightning-tp verify`` to ``parser``."""
-    parser.add_argument(
-        "--config-path", type=Path, default=Path("conf"), help="folder of the Hydra config (%(default)s)"
-    )
-    parser.add_argument("--config-name", default="train", help="name of the Hydra config (%(default)s)")
+    add_config_arguments(parser)
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps to compare (%(default)s)")
     parser.add_argument(
         "--tolerance", type=float, help="largest relative difference; 1e-10 for 64-true, 1e-5 for 32-true"
@@ -113,20 +110,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="Hydra overrides, such as strategy=tp")
 
 
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which Hydra config a command reads."""
+    parser.add_argument(
+        "--config-path", type=Path, default=Path("conf"), help="folder of the Hydra config (%(default)s)"
+    )
+    parser.add_argument("--config-name", default="train", help="name of the Hydra config (%(default)s)")
+
+
+def config_folder(arguments: argparse.Namespace) -> Path:
+    """The folder of the Hydra config that ``arguments`` name.
+
+    Raises:
+        CommandError: it holds no such config.
+    """
+    folder: Path = arguments.config_path.resolve()
+    if not (folder / f"{arguments.config_name}.yaml").is_file():
+        raise CommandError(
+            f"there is no {arguments.config_name}.yaml in {folder}. Run this from the folder that holds `conf`, or "
+            "give --config-path and --config-name."
+        )
+    return folder
+
+
 def verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the command. Returns 0 if the runs agree, 1 if not.
 
     Raises:
-        VerifyError: bad usage, or a run that failed.
+        CommandError: bad usage, or a run that failed.
     """
     if arguments.steps < 1:
         raise VerifyError(f"--steps {arguments.steps}: at least one step is needed.")
-    folder = arguments.config_path.resolve()
-    if not (folder / f"{arguments.config_name}.yaml").is_file():
-        raise VerifyError(
-            f"there is no {arguments.config_name}.yaml in {folder}. Run this from the folder that holds `conf`, or "
-            "give --config-path and --config-name."
-        )
+    folder = config_folder(arguments)
     if arguments.devices is not None:
         overrides = [*overrides, f"++trainer.devices={arguments.devices}"]
     # A Hydra app finds its modules beside its script, which lies beside or above the config, or in the working folder.
@@ -143,11 +158,13 @@ def verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def composed(folder: Path, name: str, overrides: Sequence[str], workdir: Path) -> Iterator[DictConfig]:
+def composed(
+    folder: Path, name: str, overrides: Sequence[str], workdir: Path, job_name: str = "verify"
+) -> Iterator[DictConfig]:
     """The config as a Hydra app sees it, ``${hydra:...}`` included, for as long as the context lasts."""
     try:
         check_overrides(folder, name, overrides)
-        with initialize_config_dir(str(folder), job_name="verify", version_base="1.3"):
+        with initialize_config_dir(str(folder), job_name=job_name, version_base="1.3"):
             config = compose(name, overrides=list(overrides), return_hydra_config=True)
     except _CONFIG_ERRORS as error:
         cause = f"\n{error.__cause__}" if error.__cause__ else ""

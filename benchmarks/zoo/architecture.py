@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 VOCABULARY, LENGTH, SAMPLES = 128, 16, 4
+_NOISE = 0.1  # about 1 / sqrt(hidden size): what a linear gives is then of the scale of what it reads
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,32 @@ class Architecture:
         build: Makes the model; picklable.
         batch: Makes keyword arguments for its forward, ``SAMPLES`` samples; picklable.
         note: What is special about it.
-        quick: Whether the test suite runs it: one for each mechanism of the plan.
+        mechanism: What the plan needs to split it.
+        fast: Whether the test suite runs it: one for each mechanism.
+        precision: In which it is compared; float32 where its code has no float64.
     """
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[], dict[str, Any]]
     note: str = ""
-    quick: bool = False
+    mechanism: str = "pairs"
+    fast: bool = False
+    precision: Literal["64-true", "32-true"] = "64-true"
+
+
+def unsettled(make: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
+    """``make(*arguments)`` with noise on every parameter that is trained.
+
+    Fresh models hide mistakes: biases of zero and norm weights of one are the same in every order, and weights of 0.02
+    leave attention uniform at this width, so that the gradients of queries and keys vanish.
+    """
+    model = make(*arguments)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=_NOISE)
+    return model
 
 
 def _generator() -> torch.Generator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.zoo.architecture import LENGTH, SAMPLES, VOCABULARY, Architecture, causal_batch, features_batch
+from benchmarks.zoo.architecture import (
+    LENGTH,
+    SAMPLES,
+    VOCABULARY,
+    Architecture,
+    causal_batch,
+    features_batch,
+    unsettled,
+)
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 
@@ -97,6 +106,11 @@ class GPTBlock(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of ``logits [B, T, V]`` with the tokens one place later in ``labels [B, T]``."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 class NanoGPT(nn.Module):
     """GPT with a tied head, after the shape of Karpathy's nanoGPT."""
 
@@ -107,13 +121,14 @@ class NanoGPT(nn.Module):
         self.ln_f = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.lm_head.weight = self.wte.weight
+        nn.init.normal_(self.wte.weight, std=0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1], device=input_ids.device))
         for block in self.h:
             x = block(x)
         logits = self.lm_head(self.ln_f(x))
-        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+        return {"logits": logits, "loss": next_token_loss(logits, labels)}
 
 
 class MixerBlock(nn.Module):
@@ -252,9 +267,14 @@ class LitGPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from litgpt.config import Config
-        from litgpt.model import GPT
-
+        try:
+            from litgpt.config import Config
+            from litgpt.model import GPT
+        except ImportError as error:
+            raise ImportError(
+                f"The architecture litgpt needs the package litgpt ({error}). `make zoo` installs it; by hand: "
+                "pip install --no-deps -c constraints.txt litgpt"
+            ) from error
         self.gpt = GPT(Config(
             block_size=LENGTH, padded_vocab_size=VOCABULARY, vocab_size=VOCABULARY, n_layer=LAYERS, n_head=HEADS,
             n_query_groups=2, n_embd=WIDTH, rotary_percentage=1.0, parallel_residual=False, bias=False,
@@ -263,7 +283,7 @@ class LitGPT(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.gpt(input_ids)
-        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+        return {"logits": logits, "loss": next_token_loss(logits, labels)}
 
 
 def dit_batch() -> dict[str, Any]:
@@ -279,19 +299,37 @@ def conformer() -> nn.Module:
     return Blocks(*(ConformerBlock() for _ in range(LAYERS)))
 
 
+def _made(
+    name: str,
+    note: str,
+    make: Callable[..., nn.Module],
+    *arguments: Any,
+    batch: Callable[[], dict[str, Any]] = features_batch,
+    mechanism: str = "pairs",
+    fast: bool = False,
+) -> Architecture:
+    return Architecture(name, partial(unsettled, make, *arguments), batch, note, mechanism, fast)
+
+
+_TORCH_ATTENTION = "attention of torch"
 TORCH = (
-    Architecture(
-        "nn.TransformerEncoder", partial(TorchEncoder, True), features_batch, "attention of torch", quick=True
-    ),
-    Architecture("nn.TransformerEncoder, sequence first", partial(TorchEncoder, False), features_batch),
-    Architecture("nn.TransformerDecoder", TorchDecoder, features_batch, "cross-attention of torch"),
-    Architecture("nn.Transformer", TorchTransformer, features_batch, "encoder and decoder of torch"),
+    _made("nn.TransformerEncoder", "causal, pre-norm", TorchEncoder, True, mechanism=_TORCH_ATTENTION, fast=True),
+    _made("nn.TransformerEncoder, sequence first", "causal, pre-norm", TorchEncoder, False, mechanism=_TORCH_ATTENTION),
+    _made("nn.TransformerDecoder", "cross-attention, post-norm", TorchDecoder, mechanism=_TORCH_ATTENTION),
+    _made("nn.Transformer", "sequence first, post-norm", TorchTransformer, mechanism=_TORCH_ATTENTION),
     *(
-        Architecture(f"nanoGPT, {layout}", partial(NanoGPT, layout), causal_batch, "tied head")
-        for layout in ("split", "three first", "heads first", "separate")
+        _made(f"nanoGPT, {layout}", note, NanoGPT, layout, batch=causal_batch, mechanism="sizes in calls", fast=fast)
+        for layout, note, fast in (
+            ("split", "fused q, k, v, cut into three", True),
+            ("three first", "fused q, k, v, viewed as (3, heads, head)", False),
+            ("heads first", "fused q, k, v, viewed as (heads, 3, head)", False),
+            ("separate", "q, k, v in three linears", False),
+        )
     ),
-    Architecture("mixer", mixer, features_batch, "mixes tokens"),
-    Architecture("conformer", conformer, features_batch, "relative positions, convolutions", quick=True),
-    Architecture("DiT", DiT, dit_batch, "adaLN, gates at zero"),
-    Architecture("litgpt", LitGPT, causal_batch, "grouped queries in one linear"),
-)
+    _made("mixer", "feed-forwards over tokens and over channels", mixer),
+    _made("conformer", "relative positions, convolutions, batch norm", conformer, mechanism="parameters of heads",
+          fast=True),
+    Architecture("DiT", DiT, dit_batch, "adaLN, its gates at zero", "zeros hide", fast=True),
+    _made("DiT, open gates", "adaLN, as after some training", DiT, batch=dit_batch, mechanism="zeros hide"),
+    _made("litgpt", "grouped queries in one linear", LitGPT, batch=causal_batch, mechanism="sizes in calls"),
+)  # fmt: skip

@@ -435,6 +435,8 @@ def _attribute_changes(
         whole, share = linears[column.module].output_features, len(column.row_indices(0))
         if whole % share == 0:
             factors.add(whole // share)
+        if column.overlaps:
+            factors |= {divisor for divisor in range(2, size) if size % divisor == 0}
     mentioned: list[AttributeChange] = []
     others: list[AttributeChange] = []
     for module in proof.module.modules():

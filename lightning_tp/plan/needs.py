@@ -30,9 +30,13 @@ def note(sets: IndexSets, rank: int, grad: Tensor | None) -> None:
 
 
 def split_of(sets: Tensor) -> tuple[Ranges, ...] | None:
-    """The ranks' ranges, if their sets ``[ranks, size]`` are disjoint, of one size, and cover everything."""
-    if not sets.any(0).all() or len(set(sets.sum(1).tolist())) > 1:
-        return None
-    if any((a & b).any() for a, b in itertools.combinations(sets, 2)):
+    """The ranks' ranges, if their sets ``[ranks, size]`` are a clean split, and not all the same."""
+    if not is_clean(sets) or sets.all():
         return None
     return tuple(ranges_of(row.nonzero().flatten().tolist()) for row in sets)
+
+
+def is_clean(sets: Tensor) -> bool:
+    """Whether the ranks' sets ``[ranks, size]`` cover everything, are of one size, and pairwise disjoint or equal."""
+    equal_or_disjoint = all(not (a & b).any() or torch.equal(a, b) for a, b in itertools.combinations(sets, 2))
+    return bool(sets.any(0).all()) and len(set(sets.sum(1).tolist())) == 1 and equal_or_disjoint

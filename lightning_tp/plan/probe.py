@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_tp.errors import ParallelConfigError
 from lightning_tp.plan.graph import Reach, tensors_in
 from lightning_tp.plan.linears import LinearAdapter, linear_adapter
-from lightning_tp.plan.needs import IndexSets, index_sets, note, split_of
+from lightning_tp.plan.needs import IndexSets, index_sets, is_clean, note, split_of
 from lightning_tp.plan.norms import Norm, recognised_norm
 from lightning_tp.plan.sharding_plan import Column, Entry, SplitParameter, ranges_of
 from lightning_tp.plan.trace import LinearCall, LinearTrace, ModuleCall, Run, module_calls
@@ -507,7 +507,7 @@ class _Analysis:
         split = [pair for pair in used if pair not in alike]
         good_rows = set(consumers)
         good_columns = {
-            p for p in producers if (sets := [used[pair] for pair in split if pair[1] == p]) and _is_clean(_union(sets))
+            p for p in producers if (sets := [used[pair] for pair in split if pair[1] == p]) and is_clean(_union(sets))
         }
         while True:
             # A row reads columns only, and a column is read by rows only, but for what all ranks need alike.
@@ -658,12 +658,6 @@ def _connected(edges: list[tuple[int, int]], number: int, excluded: Sequence[int
             found[0].add(producer)
             found[1].add(consumer)
     return sorted((sorted(producers), sorted(consumers)) for producers, consumers in components.values())
-
-
-def _is_clean(rows: Tensor) -> bool:
-    """Whether the ranks' sets ``[ranks, rows]`` cover all rows, are of one size, and pairwise disjoint or equal."""
-    equal_or_disjoint = all(not (a & b).any() or torch.equal(a, b) for a, b in itertools.combinations(rows, 2))
-    return bool(rows.any(0).all()) and len(set(rows.sum(1).tolist())) == 1 and equal_or_disjoint
 
 
 def _union(sets: Iterable[Tensor]) -> Tensor:

@@ -66,7 +66,7 @@ class SplitParameter(Split):
     """A parameter that a region reads, of which each rank needs a part: a bias for each head, experts' weights.
 
     Attributes:
-        rows: For each rank the ranges of indices along ``dim``, disjoint and covering all.
+        rows: For each rank the ranges of indices along ``dim``, disjoint, or equal for some ranks (as columns).
         parameter: Name of the parameter in the model.
         dim: The dim that is split.
     """
@@ -335,7 +335,7 @@ def all_reduces(region: Region) -> tuple[int, int]:
     """How many all-reduces one run of ``region`` takes forward and backward, biases of shared columns not counted."""
     if region.boundary is not None:
         return region.boundary.outputs, region.boundary.inputs + len(region.partial)
-    shared = sum(not column.is_sharded for column in region.columns)
+    shared = sum(not split.is_sharded for split in (*region.columns, *region.shards))
     backward = len(region.inputs) + len(region.partial) + shared + len(region.entries) + len(region.norms)
     return len(region.rows) + len(region.norms), backward
 

@@ -27,10 +27,16 @@ class RankPool:
     """``world_size`` gloo processes with one thread each, started at the first `run` and kept until `close`.
 
     Lightning strategies work inside: the rank environment is set and the process group is initialised.
+
+    Args:
+        world_size: Number of ranks.
+        collective_timeout: Seconds after which a collective that does not end is an error on its rank. One rank plans
+            while the others wait for it in a collective, so large models need more.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, collective_timeout: float = 60.0) -> None:
         self.world_size = world_size
+        self.collective_timeout = collective_timeout
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -97,7 +103,9 @@ class RankPool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, self._store.port, theirs), name=f"test-rank-{rank}"
+                target=_serve,
+                args=(rank, self.world_size, self._store.port, self.collective_timeout, theirs),
+                name=f"test-rank-{rank}",
             )
             process.start()
             theirs.close()
@@ -113,13 +121,14 @@ class RankPool:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, collective_timeout: float, pipe: Connection) -> None:
     from lightning_tp.process import exit_with_parent
 
     exit_with_parent(os.getppid(), f"test rank {rank}")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    timeout = timedelta(seconds=collective_timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     while work := pipe.recv_bytes():
         os.environ.update(  # before every run: Lightning's environment removes WORLD_SIZE when it is torn down
             MASTER_ADDR="127.0.0.1",

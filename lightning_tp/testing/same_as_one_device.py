@@ -3,78 +3,27 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
 
 from lightning_tp.errors import ParallelConfigError
 from lightning_tp.layout import ParallelLayout
 from lightning_tp.plan.agree import PlanSource
 from lightning_tp.plan.find import Unsplittable
-from lightning_tp.plan.graph import tensors_in
-from lightning_tp.plan.sharding_plan import ShardingPlan
-from lightning_tp.testing.rank_pool import RankPool
-from lightning_tp.testing.training_record import TestPrecision, TrainingRecord, relative, train
+from lightning_tp.testing.comparison import Comparison, compare
+from lightning_tp.testing.plain_module import Loss, OptimizerFactory, PlainModule, default_loss, default_optimizer
+from lightning_tp.testing.rank_pool import RankError, RankPool
+from lightning_tp.testing.training_record import TestPrecision, TrainingRecord, data_parallel_part, train
 
 TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5}
 """Largest relative difference, by precision."""
-_ROUNDING = 1e-4
-"""A tensor whose values are below this part of the largest of its kind is compared on that scale: a gradient that is
-zero but for rounding (a key's bias under softmax) has no relative precision."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where two runs differ most, relative to the largest value of the tensor."""
-
-    kind: str
-    name: str
-    size: float
-    expected: float
-    found: float
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}: {self.size:.2e} (one device {self.expected:.10g}, layout {self.found:.10g})"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two runs of one module.
-
-    Attributes:
-        loss: The largest difference of the losses.
-        grad_norm: That of the gradient norms.
-        gradients: That of all gradients of all steps.
-        parameters: That of the parameters after the last step.
-        one_device: What one device has given.
-        layout: What the layout has given, on its first rank.
-    """
-
-    loss: Difference
-    grad_norm: Difference
-    gradients: Difference
-    parameters: Difference
-    one_device: TrainingRecord
-    layout: TrainingRecord
-
-    @property
-    def plan(self) -> ShardingPlan:
-        """The plan by which the module was split."""
-        assert self.layout.plan is not None
-        return self.layout.plan
-
-    @property
-    def differences(self) -> tuple[Difference, ...]:
-        return (self.loss, self.grad_norm, self.gradients, self.parameters)
-
-    @property
-    def largest(self) -> float:
-        return max(difference.size for difference in self.differences)
 
 
 def assert_same_as_one_device(
@@ -83,8 +32,8 @@ def assert_same_as_one_device(
     layout: int | tuple[int, int] | ParallelLayout = 2,
     *,
     steps: int = 3,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
-    loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: OptimizerFactory | None = None,
+    loss: Loss | None = None,
     precision: TestPrecision = "64-true",
     tolerance: float | None = None,
     plan: PlanSource = "auto",
@@ -94,22 +43,34 @@ def assert_same_as_one_device(
 ) -> Comparison:
     """Train a module on one device and under ``layout``, and compare all numbers.
 
-    Both runs go through the Trainer, with every dropout off, from the same weights (the factory is called after the
-    seed is set), on the same batch in every step. Compared are the losses, the gradient norms, every gradient of every
-    step (and which parameters have one), and every parameter after the last step.
+    Both runs go through the Trainer, from the same weights, on the same batch in every step. Every dropout is off in
+    both (:class:`lightning_tp.dropout.DropoutOff`), because its masks differ between layouts by design; masks that the
+    module draws with code of its own (``torch.rand``) are not, and differ. Every rank is compared with one device: the
+    losses, the gradient norms, every gradient of every step (and which parameters have one), and every parameter after
+    the last step.
+
+    A difference is relative to the largest absolute value of its tensor, or to 1e-4 of the largest value of all
+    gradients (parameters) if that is more; losses and norms are relative to the largest of all steps. Elements whose
+    gradient is below 100 machine epsilons of the step's largest gradient in every run are zero but for rounding (a
+    key's bias under softmax): such gradients count as equal, and where it is so in every step, the parameter's elements
+    are not compared, and are listed in ``Comparison.zero_gradients``.
 
     Args:
         module_factory: Makes the module: a LightningModule, or any module. A function that can be imported (or a
-            ``functools.partial`` of one), since every rank calls it.
+            ``functools.partial`` of one), since every rank calls it. Called after the seed is set; it must give the
+            same weights whenever it is called with the same seed.
         batch_factory: Makes a batch for all data-parallel ranks, which is split along dim 0: a tensor or a tuple, the
-            positional arguments of a plain module, or a mapping, its keyword arguments. Importable as well.
+            positional arguments of a plain module, or a mapping, its keyword arguments. Importable, and called after
+            the seed is set.
         layout: The tensor-parallel size, or ``(data_parallel_size, tensor_parallel_size)``, or a layout.
         steps: Optimizer steps.
         optimizer: Makes the optimizer of a plain module; by default AdamW with ``lr=1e-3`` and ``eps=1e-4``, which is
-            above rounding, so that gradients that are zero but for rounding do not decide a step.
+            above rounding. A LightningModule has its own.
         loss: ``loss(output, batch)``, the scalar that a plain module is trained on; by default ``output.loss`` or
-            ``output["loss"]`` if there is one, else a fixed random sum over all tensors of the output.
-        precision: "64-true" shows differences of the split; "32-true" for code that has no float64.
+            ``output["loss"]`` if there is one, else a fixed random mean over all tensors of the output, whose dim 0
+            must be the batch. With several data-parallel ranks it must be a mean over samples. A LightningModule has
+            its own.
+        precision: "64-true" shows differences of the split; "32-true" is for code that has no float64.
         tolerance: Largest relative difference; by default 1e-10 for "64-true" and 1e-5 for "32-true". Code that rounds
             to float32 inside cannot be compared closer than about 1e-6.
         plan: As the strategy's.
@@ -120,7 +81,7 @@ def assert_same_as_one_device(
     Raises:
         AssertionError: The numbers differ; the message names the worst of each kind.
         RankError: A rank failed; the message holds its traceback.
-        ParallelConfigError: A factory cannot be sent to the ranks, or the pool has another size.
+        ParallelConfigError: An argument is not legal, or a factory cannot be sent to the ranks.
     """
     comparison = compare_with_one_device(
         module_factory,
@@ -150,8 +111,8 @@ def compare_with_one_device(
     layout: int | tuple[int, int] | ParallelLayout = 2,
     *,
     steps: int = 3,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
-    loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: OptimizerFactory | None = None,
+    loss: Loss | None = None,
     precision: TestPrecision = "64-true",
     plan: PlanSource = "auto",
     unsplittable: Unsplittable = "replicate",
@@ -159,7 +120,13 @@ def compare_with_one_device(
     timeout: float = 300.0,
 ) -> Comparison:
     """As :func:`assert_same_as_one_device`, without a judgement of the differences."""
-    resolved = _layout(layout)
+    sizes = _layout(layout)
+    if pool is not None and pool.world_size != sizes.world_size:
+        raise ParallelConfigError(f"The layout has {sizes.world_size} ranks, the pool has {pool.world_size}.")
+    if precision not in TOLERANCE:
+        raise ParallelConfigError(f"precision must be one of {', '.join(TOLERANCE)}, not {precision!r}.")
+    if steps < 1:
+        raise ParallelConfigError(f"steps must be at least 1, not {steps}.")
     run = _Run(module_factory, batch_factory, steps, optimizer, loss, precision)
     try:
         pickle.dumps((run, plan))
@@ -167,24 +134,30 @@ def compare_with_one_device(
         raise ParallelConfigError(
             f"The factories must be functions that the ranks can import (no lambdas, no closures): {error}"
         ) from error
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        single = run(1, 1, "auto", unsplittable)
-    finally:
-        torch.set_num_threads(threads)
-    world = resolved.data_parallel_size * resolved.tensor_parallel_size
-    if pool is not None and pool.world_size != world:
-        raise ParallelConfigError(f"The layout has {world} ranks, the pool has {pool.world_size}.")
-    ranks = pool or RankPool(world)
-    try:
+    with nullcontext(pool) if pool else closing(RankPool(sizes.world_size, collective_timeout=timeout)) as ranks:
+        try:
+            ranks.run(_received, run, timeout=timeout)
+        except RankError as error:
+            raise ParallelConfigError(
+                "The ranks cannot import the factories. Define them in a module or test file, not in an interactive "
+                f"session.\n{error}"
+            ) from error
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with isolate_rng():
+                data_parallel_part(run.batch(), 0, sizes.data_parallel_size)  # before work starts
+                single = run(1, 1, "auto", unsplittable)
+        finally:
+            torch.set_num_threads(threads)
         records = ranks.run(
-            run, resolved.tensor_parallel_size, resolved.data_parallel_size, plan, unsplittable, timeout=timeout
+            run, sizes.tensor_parallel_size, sizes.data_parallel_size, plan, unsplittable, timeout=timeout
         )
-    finally:
-        if pool is None:
-            ranks.close()
-    return _compared(single, records[0])
+    return compare(single, records)
+
+
+def _received(run: _Run) -> None:
+    """What a rank runs to show that it can import the factories."""
 
 
 @dataclass(frozen=True)
@@ -194,17 +167,36 @@ class _Run:
     module_factory: Callable[[], nn.Module]
     batch_factory: Callable[[], Any]
     steps: int
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None
-    loss: Callable[[Any, Any], Tensor] | None
+    optimizer: OptimizerFactory | None
+    loss: Loss | None
     precision: TestPrecision
+
+    def batch(self) -> Any:
+        """The batch, the same on every rank."""
+        pl.seed_everything(0, verbose=False)
+        return self.batch_factory()
 
     def __call__(
         self, tensor_parallel_size: int, data_parallel_size: int, plan: PlanSource, unsplittable: Unsplittable
     ) -> TrainingRecord:
-        batch = self.batch_factory()
+        prefix = ""
+
+        def build() -> pl.LightningModule:
+            nonlocal prefix
+            module = self.module_factory()
+            if not isinstance(module, pl.LightningModule):
+                prefix = PlainModule.prefix
+                return PlainModule(module, self.optimizer or default_optimizer, self.loss or default_loss)
+            if self.optimizer or self.loss:
+                raise ParallelConfigError(
+                    f"{type(module).__name__} is a LightningModule, which is trained with its own loss and optimizer. "
+                    "Leave `loss` and `optimizer` out."
+                )
+            return module
+
         record = train(
-            self._module,
-            [batch] * self.steps,
+            build,
+            [self.batch()] * self.steps,
             self.precision,
             tensor_parallel_size,
             data_parallel_size,
@@ -212,109 +204,18 @@ class _Run:
             unsplittable=unsplittable,
             dropout=False,
         )
-        prefix = f"{_PLAIN}."
         record.grads = [{name.removeprefix(prefix): g for name, g in grads.items()} for grads in record.grads]
         record.parameters = {name.removeprefix(prefix): p for name, p in record.parameters.items()}
         return record
 
-    def _module(self) -> pl.LightningModule:
-        module = self.module_factory()
-        if isinstance(module, pl.LightningModule):
-            return module
-        return PlainModule(module, self.optimizer or default_optimizer, self.loss or default_loss)
-
-
-_PLAIN = "module"
-
-
-class PlainModule(pl.LightningModule):
-    """Any module, as a LightningModule."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-        loss: Callable[[Any, Any], Tensor],
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self.make_optimizer, self.make_loss = optimizer, loss
-
-    def forward(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            return self.module(**batch)
-        return self.module(*batch) if isinstance(batch, (tuple, list)) else self.module(batch)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.make_loss(self(batch), batch)
-
-    def configure_optimizers(self) -> Optimizer:
-        return self.make_optimizer(self.module.parameters())
-
-
-def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, lr=1e-3, eps=1e-4)
-
-
-def default_loss(output: Any, batch: Any) -> Tensor:
-    """The model's own loss, or a fixed random mean over all floating tensors of its output."""
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    total: Any = 0.0
-    for tensor in tensors_in(output):
-        if tensor.is_floating_point() and tensor.requires_grad:
-            # The weights repeat over the batch: the mean over data-parallel parts is that of the whole.
-            generator = torch.Generator().manual_seed(0)
-            weights = torch.randn(tensor.shape[1:], generator=generator, dtype=torch.float64).to(tensor)
-            total = total + (tensor * weights).mean()
-    if not isinstance(total, Tensor):
-        raise ParallelConfigError("The module returns no tensor to train on. Give `loss`.")
-    return total
-
 
 def _layout(layout: int | tuple[int, int] | ParallelLayout) -> ParallelLayout:
-    if isinstance(layout, ParallelLayout):
-        return layout
-    return ParallelLayout(1, layout) if isinstance(layout, int) else ParallelLayout(*layout)
-
-
-def _compared(single: TrainingRecord, parallel: TrainingRecord) -> Comparison:
-    gradients = Difference("gradient", "", 0.0, 0.0, 0.0)
-    for step, (expected, found) in enumerate(zip(single.grads, parallel.grads, strict=True), start=1):
-        if expected.keys() != found.keys():
-            only = sorted(expected.keys() ^ found.keys())
-            raise AssertionError(f"In step {step} only one of the runs has gradients of {', '.join(only[:5])}.")
-        gradients = max(gradients, _worst("gradient", expected, found, f" (step {step})"), key=lambda d: d.size)
-    return Comparison(
-        loss=_worst_number("loss", single.losses, parallel.losses),
-        grad_norm=_worst_number("gradient norm", single.grad_norms, parallel.grad_norms),
-        gradients=gradients,
-        parameters=_worst("parameter", single.parameters, parallel.parameters, ""),
-        one_device=single,
-        layout=parallel,
-    )
-
-
-def _worst_number(kind: str, expected: list[float], found: list[float]) -> Difference:
-    pairs = enumerate(zip(expected, found, strict=True), start=1)
-    differences = [
-        Difference(kind, f"of step {step}", relative(torch.tensor(b).double(), torch.tensor(a).double()), a, b)
-        for step, (a, b) in pairs
-    ]
-    return max(differences, key=lambda difference: difference.size)
-
-
-def _worst(kind: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> Difference:
-    largest = max(float(tensor.abs().max()) for tensor in expected.values() if tensor.numel())
-    worst = Difference(kind, "", 0.0, 0.0, 0.0)
-    for name, tensor in expected.items():
-        if tensor.shape != found[name].shape:
-            raise AssertionError(f"{kind} {name} has the shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}.")
-        if tensor.numel():
-            size = relative(found[name], tensor, floor=largest * _ROUNDING)
-            if size > worst.size:
-                place = int((found[name] - tensor).abs().flatten().argmax())
-                values = float(tensor.flatten()[place]), float(found[name].flatten()[place])
-                worst = Difference(kind, f"{name}{where}", size, *values)
-    return worst
+    if not isinstance(layout, ParallelLayout):
+        layout = ParallelLayout(1, layout) if isinstance(layout, int) else ParallelLayout(*layout)
+    sizes = (layout.data_parallel_size, layout.tensor_parallel_size)
+    if min(sizes) < 1 or layout.world_size < 2:
+        raise ParallelConfigError(
+            f"The layout data_parallel_size x tensor_parallel_size = {sizes[0]} x {sizes[1]} is no parallel one. Give "
+            "positive sizes for at least two ranks."
+        )
+    return layout

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_tp.dropout import DropoutOff
+from lightning_tp.errors import ParallelConfigError
+from lightning_tp.parallel.local_parameters import local_tensor
 from lightning_tp.plan.agree import PlanSource
 from lightning_tp.plan.find import Unsplittable
 from lightning_tp.plan.sharding_plan import ShardingPlan
@@ -34,6 +36,7 @@ class TrainingRecord:
         grads: By step the whole gradients, by name.
         parameters: The whole parameters at the end, by name.
         plan: The plan that was in force, if the run was parallel.
+        parameters_on_rank: Number of parameter elements that this rank held.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -41,6 +44,7 @@ class TrainingRecord:
     grads: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     plan: ShardingPlan | None = None
+    parameters_on_rank: int = 0
 
 
 class Recorder(pl.Callback):
@@ -52,6 +56,7 @@ class Recorder(pl.Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if isinstance(trainer.strategy, TensorParallelStrategy):
             self.record.plan = trainer.strategy.plan
+        self.record.parameters_on_rank = sum(local_tensor(p).numel() for p in module.parameters())
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
@@ -69,6 +74,26 @@ class Recorder(pl.Callback):
 def whole(tensor: Tensor) -> Tensor:
     """A copy of ``tensor``; of a DTensor the global one (collective)."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def data_parallel_part(batch: Any, part: int, parts: int) -> Any:
+    """Part ``[B / parts, ...]`` of every tensor ``[B, ...]`` in ``batch``; what is no tensor, or has no dims, stays.
+
+    Raises:
+        ParallelConfigError: a tensor cannot be split into equal parts.
+    """
+
+    def share(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0:
+            return tensor
+        if tensor.shape[0] % parts:
+            raise ParallelConfigError(
+                f"A tensor of the batch has the shape {tuple(tensor.shape)}, and dim 0 cannot be split evenly over "
+                f"{parts} data-parallel ranks. Make batches of a multiple of {parts} samples."
+            )
+        return tensor.chunk(parts)[part]
+
+    return batch if parts == 1 else apply_to_collection(batch, Tensor, share)
 
 
 def train(
@@ -98,11 +123,7 @@ def train(
             tensor_parallel_size, data_parallel_size, plan=plan, unsplittable=unsplittable
         )
         part = torch.distributed.get_rank() // tensor_parallel_size
-
-        def share(x: Any) -> Any:
-            return x.chunk(data_parallel_size)[part] if isinstance(x, Tensor) else x
-
-        own = [tree_map(share, batch) for batch in batches]
+        own = [data_parallel_part(batch, part, data_parallel_size) for batch in batches]
     recorder = Recorder()
     trainer = pl.Trainer(
         strategy=strategy,
@@ -120,7 +141,9 @@ def train(
     )
     with trainer.init_module():
         module = factory()
-    first = next(module.parameters())
+    first = next(module.parameters(), None)
+    if first is None:
+        raise ValueError("The factory made a module without parameters.")
     if first.dtype != dtype:
         raise ValueError(f"The factory made parameters of {first.dtype}; for {precision} they must be {dtype}.")
     with nullcontext() if dropout else DropoutOff():
