@@ -216,9 +216,10 @@ def _regions(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) 
             if isinstance(way, _Way) and way.conditional:
                 way = "what its module returns beside its rows' outputs would differ on one rank"
             if isinstance(way, str):
-                if candidate.misfit is not None:
-                    found.misfits.append(candidate.misfit)
-                    way = candidate.misfit.reason(size)
+                misfit = None if candidate.is_complete else candidate.misfit()
+                if misfit is not None and size not in misfit.legal_sizes:
+                    found.misfits.append(misfit)
+                    way = misfit.reason(size)
                 for name in candidate.members:
                     found.reasons[name] = way
                 continue

@@ -19,7 +19,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial as partial_function
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from lightning_tp.plan.norms import Norm, recognised_norm
 from lightning_tp.plan.sharding_plan import Column, Entry, SplitParameter, ranges_of
 from lightning_tp.plan.trace import LinearCall, LinearTrace, ModuleCall, Run, module_calls
 
-_LARGEST_LEGAL_SIZE = 1024
+_LARGEST_LEGAL_SIZE = 64
 _USED_ELSEWHERE = "its weight is also used elsewhere than in its own forward"
 _USED_BY_HAND = "its weight is used without calling the module"
 _MOST_RUNS = 32
@@ -93,7 +94,7 @@ class Candidate:
         entries: Linears outside of it whose outputs enter it past its columns.
         norms: Normalisations over all features between columns and rows.
         random: Whether a dropout lies between columns and rows.
-        misfit: Where ranks would share some rows of a column and not others: what to say if that is not proven.
+        misfit: What to say where ranks would share rows of columns and that is not proven: which sizes fit, if any.
     """
 
     columns: tuple[Column, ...]
@@ -105,7 +106,7 @@ class Candidate:
     entries: tuple[Entry, ...]
     norms: tuple[str, ...]
     random: bool
-    misfit: Misfit | None = None
+    misfit: Callable[[], Misfit | None] = field(compare=False)
 
     @property
     def call(self) -> ModuleCall | None:
@@ -343,11 +344,14 @@ class _Analysis:
 
     def _consider(self, producers: list[int], consumers: list[int]) -> None:
         """Accept a component, or parts of it, as candidates, or note why not."""
+        before = len(self.misfits)
         reason = self._accept(producers, consumers, ())
         if reason is None:
             return
-        for part_producers, part_consumers, entries in self._refined(producers, consumers):
-            self._accept(part_producers, part_consumers, entries)
+        misfits = self.misfits[before:]
+        parts = [self._accept(*part) for part in self._refined(producers, consumers)]
+        if None in parts:
+            self.misfits = [misfit for misfit in self.misfits if misfit not in misfits]
         self._reject(self._names((*producers, *consumers)), reason)
 
     def _accept(self, producers: list[int], consumers: list[int], entries: tuple[Entry, ...]) -> str | None:
@@ -365,12 +369,8 @@ class _Analysis:
         if reason is not None:
             return reason if len(members) == 1 else f"{reason} (group: {_listed(members)})"
         columns, reason = self._split(producers, consumers, self.size)
-        misfit = None
-        if reason is not None or any(column.overlaps for column in columns):
-            legal = self._legal_sizes(producers, consumers)
-            if len(legal) > 1:
-                misfit = Misfit(tuple(dict.fromkeys(self._names(producers))), tuple(rows), legal)
         if reason is not None:
+            misfit = self._misfit(producers, consumers)
             if misfit is not None and taken is None:
                 self.misfits.append(misfit)
                 reason = misfit.reason(self.size)
@@ -390,7 +390,7 @@ class _Analysis:
             entries=entries,
             norms=tuple(dict.fromkeys(name for name, reached in self.norm_inputs if reached & mask)),
             random=last.random_before > first.random_before,
-            misfit=misfit,
+            misfit=partial_function(self._misfit, producers, consumers),
         )
         if taken is None:
             self.candidates.append(candidate)
@@ -415,24 +415,37 @@ class _Analysis:
             if calls[consumer].x.shape[-1] % size:
                 return [], f"{size} ranks do not divide the input features of {calls[consumer].owner}"
         needs = self._needs(producers, consumers, size)
-        names = list(dict.fromkeys(self._names(producers)))
         if needs.dense:
-            return [], f"every rank would need all outputs of {_listed(names[:3])}"
+            return [], f"every rank would need all outputs of {_listed(self._distinct(producers)[:3])}"
+        return self._columns(self._rows_of_columns(producers, needs))
+
+    def _distinct(self, calls: Iterable[int]) -> list[str]:
+        return list(dict.fromkeys(self._names(calls)))
+
+    def _rows_of_columns(self, producers: list[int], needs: _Needs) -> dict[str, Tensor]:
+        """By name of each column the rows ``[ranks, features]`` that are needed, over all its calls."""
+        calls = self.run.calls
+        return {
+            name: _union(needs.rows[c, p] for c, p in needs.rows if calls[p].owner == name)
+            for name in self._distinct(producers)
+        }
+
+    def _columns(self, needed: Mapping[str, Tensor]) -> tuple[list[Column], str | None]:
+        """The columns whose ranks have the rows ``needed``, or why they are none."""
+        shared = total = 0
         columns = []
-        for name in names:
-            rows = _union(needs.rows[c, p] for c, p in needs.rows if calls[p].owner == name)
+        for name, rows in needed.items():
             if not rows.any(0).all():
                 return [], f"not every output of {name} reaches the rows of its group"
             if len(set(rows.sum(1).tolist())) > 1:
                 return [], f"the ranks would need unequal shares of the outputs of {name}"
+            width = self.linears[name].input_features
+            shared += width * int((rows.sum(0) > 1).sum())
+            total += width * rows.shape[1]
             columns.append(Column(tuple(ranges_of(row.nonzero().flatten().tolist()) for row in rows), name))
-        shared = [column for column in columns if all(rows == column.rows[0] for rows in column.rows)]
-        if sum(map(self._elements, shared)) * 2 > sum(map(self._elements, columns)):
-            return [], f"every rank would need all outputs of {_listed([column.module for column in shared][:3])}"
+        if 2 * shared > total:
+            return [], f"several ranks would need the same outputs of {_listed(list(needed)[:3])}"
         return columns, None
-
-    def _elements(self, column: Column) -> int:
-        return self.linears[column.module].weight.numel()
 
     def _needs(self, producers: list[int], consumers: list[int], size: int) -> _Needs:
         """What each rank's share of the consumers' inputs was computed from.
@@ -547,16 +560,29 @@ class _Analysis:
                 return None
         return Entry((ranges_of(rows.nonzero().flatten().tolist()),), call.owner)
 
+    def _misfit(self, producers: list[int], consumers: list[int]) -> Misfit | None:
+        """What to say of a group that this size does not split, if other sizes do."""
+        legal = self._legal_sizes(producers, consumers)
+        return (
+            Misfit(tuple(self._distinct(producers)), tuple(self._names(consumers)), legal) if len(legal) > 1 else None
+        )
+
     def _legal_sizes(self, producers: list[int], consumers: list[int]) -> tuple[int, ...]:
-        """The sizes that split this group: multiples are built up from primes, so few are tried."""
+        """The sizes up to 64 that split this group without cutting a head.
+
+        What a rank needs is what the smaller chunks of its share need: only sizes that divide no other are run.
+        """
         features = [self.run.calls[consumer].x.shape[-1] for consumer in consumers]
         limit = min(*features, _LARGEST_LEGAL_SIZE) if features else 1
         common = [size for size in range(2, limit + 1) if all(count % size == 0 for count in features)]
         legal = {1}
-        for size in common:
-            smaller = [divisor for divisor in common if divisor < size and size % divisor == 0]
-            if all(divisor in legal for divisor in smaller):
-                columns, reason = self._split(producers, consumers, size)
+        for unit in [size for size in common if not any(other > size and other % size == 0 for other in common)]:
+            needs = self._needs(producers, consumers, unit)
+            if needs.dense:
+                continue
+            rows = self._rows_of_columns(producers, needs)
+            for size in (size for size in common if unit % size == 0 and size not in legal):
+                columns, reason = self._columns({n: r.view(size, unit // size, -1).any(1) for n, r in rows.items()})
                 if reason is None and not any(column.overlaps for column in columns):
                     legal.add(size)
         return tuple(sorted(legal))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_tp.plan.sharding_plan import ShardingPlan
-from lightning_tp.testing.training_record import TrainingRecord, relative
+from lightning_tp.testing.training_record import TrainingRecord, as_double, relative
 
 _ROUNDINGS = 100.0
 """A gradient that never exceeds this many machine epsilons of the step's largest gradient is zero but for rounding: a
@@ -190,9 +190,7 @@ def _numbers(kind: str, expected: list[float], found: list[float], rank: int) ->
     floor = max(abs(number) for number in expected)
     pairs = enumerate(zip(expected, found, strict=True), start=1)
     return _worst(
-        Difference(
-            kind, f"of step {step}", relative(torch.tensor(b).double(), torch.tensor(a).double(), floor), a, b, rank
-        )
+        Difference(kind, f"of step {step}", relative(as_double(b), as_double(a), floor), a, b, rank)
         for step, (a, b) in pairs
     )
 

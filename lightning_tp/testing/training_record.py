@@ -160,11 +160,16 @@ def largest_difference(a: TrainingRecord, b: TrainingRecord, floor: float = 1e-3
         assert left.keys() == right.keys()
         grads = max(grads, *(relative(left[name], right[name], floor) for name in left))
     return {
-        "loss": relative(torch.tensor(a.losses).double(), torch.tensor(b.losses).double()),
-        "grad norm": relative(torch.tensor(a.grad_norms).double(), torch.tensor(b.grad_norms).double()),
+        "loss": relative(as_double(a.losses), as_double(b.losses)),
+        "grad norm": relative(as_double(a.grad_norms), as_double(b.grad_norms)),
         "gradients": grads,
         "parameters": max(relative(a.parameters[name], b.parameters[name], floor) for name in a.parameters),
     }
+
+
+def as_double(numbers: float | list[float]) -> Tensor:
+    """Numbers of Python as a tensor of the precision that they have."""
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def relative(a: Tensor, b: Tensor, floor: float = 1e-30) -> float:
