@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from lightning_tp.parallel.torch_modules import local_forward
 from lightning_tp.plan.boundary import BoundarySplit
+from lightning_tp.plan.candidate import splittable_linears
 from lightning_tp.plan.find import randomised_parameters
 from lightning_tp.plan.needs import is_clean
 from lightning_tp.plan.norms import recognised_norm
-from lightning_tp.plan.probe import norms_by_element, splittable_linears
+from lightning_tp.plan.probe import norms_by_element
 from lightning_tp.plan.sharding_plan import Region, ShardingPlan
 from lightning_tp.plan.state import module_state_kept, random_state_kept
 from lightning_tp.plan.trace import LinearCall, LinearTrace, Run, module_calls

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,3 +87,26 @@ class Reach:
             self._known[node] = mask
             stack.pop()
         return self._known[tensor.grad_fn]
+
+
+def connected(edges: list[tuple[int, int]], number: int, excluded: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The connected producers and consumers of ``(producer, consumer)`` edges, without those of ``excluded``."""
+    parent = list(range(2 * number + 1))
+
+    def root(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for producer in excluded:
+        parent[root(producer)] = root(2 * number)
+    for producer, consumer in edges:
+        parent[root(producer)] = root(number + consumer)
+    components: dict[int, tuple[set[int], set[int]]] = {}
+    for producer, consumer in edges:
+        if root(producer) != root(2 * number):
+            found = components.setdefault(root(producer), (set(), set()))
+            found[0].add(producer)
+            found[1].add(consumer)
+    return sorted((sorted(producers), sorted(consumers)) for producers, consumers in components.values())

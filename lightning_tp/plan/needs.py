@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,3 +40,8 @@ def is_clean(sets: Tensor) -> bool:
     """Whether the ranks' sets ``[ranks, size]`` cover everything, are of one size, and pairwise disjoint or equal."""
     equal_or_disjoint = all(not (a & b).any() or torch.equal(a, b) for a, b in itertools.combinations(sets, 2))
     return bool(sets.any(0).all()) and len(set(sets.sum(1).tolist())) == 1 and equal_or_disjoint
+
+
+def union(sets: Iterable[Tensor]) -> Tensor:
+    """What is in any of ``sets``."""
+    return torch.stack(list(sets)).any(0)

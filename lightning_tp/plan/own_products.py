@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_tp.parallel.torch_modules import local_forward
 from lightning_tp.plan.boundary import BoundarySplit
+from lightning_tp.plan.candidate import Misfit, Probe
 from lightning_tp.plan.compare import NotProven
-from lightning_tp.plan.probe import Misfit, Probe
 from lightning_tp.plan.sharding_plan import AttributeChange, Region
 
 _MOST_PARAMETERS = 64

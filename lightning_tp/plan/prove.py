@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_tp.plan.arguments import argument_name, named_arguments, sliced_arguments
+from lightning_tp.plan.candidate import Candidate, SplittableLinear
 from lightning_tp.plan.compare import TOLERANCE, NotProven, difference, rounding_floor, scattered
 from lightning_tp.plan.graph import copied_objects, tensors_in
 from lightning_tp.plan.linears import feature_changes
 from lightning_tp.plan.needs import index_sets, note, split_of
 from lightning_tp.plan.norms import recognised_norm
-from lightning_tp.plan.probe import Candidate, SplittableLinear
 from lightning_tp.plan.region_run import RegionRun
 from lightning_tp.plan.sharding_plan import ArgumentSlice, AttributeChange, Ranges, SizeRule, Split
 from lightning_tp.plan.stand_ins import changed_attributes, prepared_inputs, randomised, swapped

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_tp.dropout import without_dropout
+from lightning_tp.plan.candidate import SplittableLinear
 from lightning_tp.plan.compare import NotProven
 from lightning_tp.plan.linears import weight_operand
 from lightning_tp.plan.norms import Norm
-from lightning_tp.plan.probe import SplittableLinear
 from lightning_tp.plan.sharding_plan import Entry, SizeRule
 from lightning_tp.plan.sizes import SIZED_FUNCTIONS, apply_rule, derive_rule, names_sizes, output_shape
 

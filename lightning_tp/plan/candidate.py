@@ -1,0 +1,146 @@
+"""What the probe finds: parts of the computation that may become regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_tp.plan.linears import LinearAdapter, linear_adapter
+from lightning_tp.plan.sharding_plan import Column, Entry, SplitParameter
+from lightning_tp.plan.trace import ModuleCall, Run
+
+USED_ELSEWHERE = "its weight is also used elsewhere than in its own forward"
+USED_BY_HAND = "its weight is used without calling the module"
+
+
+@dataclass(frozen=True)
+class SplittableLinear:
+    """A linear of the model that an adapter knows."""
+
+    name: str
+    module: nn.Module
+    adapter: LinearAdapter
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.module._parameters["weight"]  # type: ignore[return-value]
+
+    @property
+    def output_features(self) -> int:
+        return self.weight.shape[self.adapter.output_dim]
+
+    @property
+    def input_features(self) -> int:
+        return self.weight.shape[self.adapter.input_dim]
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.module._parameters.values() if p is not None)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Linears that other tensor-parallel sizes can split, but not the one asked for."""
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    legal_sizes: tuple[int, ...]
+
+    def reason(self, size: int) -> str:
+        return f"{size} ranks do not fit; legal sizes: {', '.join(map(str, self.legal_sizes))}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A part of the computation that may become a region.
+
+    Attributes:
+        columns: The column-parallel linears with the rows of each rank.
+        rows: Names of the row-parallel linears.
+        inputs: Names of the columns grouped by the input tensor that they share; a column that is called several times
+            stands in several groups.
+        call: The innermost module call that holds all of it; None where that is the whole run.
+        stack: All module calls that hold all of it, outermost first.
+        partial: Parameters that are read between columns and rows, and needed whole by every rank.
+        shards: Parameters that are read there, of which each rank needs its part.
+        entries: Linears outside of it whose outputs enter it past its columns.
+        norms: Normalisations over all features between columns and rows.
+        random: Whether a dropout lies between columns and rows.
+        misfit: What to say where ranks would share rows of columns and that is not proven: which sizes fit, if any.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[str, ...]
+    inputs: tuple[tuple[str, ...], ...]
+    stack: tuple[ModuleCall, ...]
+    partial: tuple[str, ...]
+    shards: tuple[SplitParameter, ...]
+    entries: tuple[Entry, ...]
+    norms: tuple[str, ...]
+    random: bool
+    misfit: Callable[[], Misfit | None] = field(compare=False)
+
+    @property
+    def call(self) -> ModuleCall | None:
+        return self.stack[-1] if self.stack else None
+
+    @property
+    def members(self) -> set[str]:
+        return {column.module for column in self.columns} | set(self.rows)
+
+    @property
+    def saved(self) -> int:
+        """Output features of the columns that one rank need not compute."""
+        return sum(
+            len(set().union(*map(column.row_indices, range(len(column.rows))))) - len(column.row_indices(0))
+            for column in self.columns
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no rank computes what another computes too."""
+        return not self.entries and all(column.is_sharded for column in self.columns)
+
+    def matches(self, other: Candidate) -> bool:
+        """Whether both are the same linears in the same roles, found at two calls."""
+        keys = ("columns", "rows", "inputs", "shards", "entries", "norms", "partial")
+        return all(getattr(self, key) == getattr(other, key) for key in keys)
+
+
+@dataclass
+class Probe:
+    """What the probe has found.
+
+    Attributes:
+        linears: All linears that an adapter knows, by name.
+        candidates: What may become a region.
+        misfits: What other sizes could split.
+        reasons: For each linear that is in no candidate: why.
+        run: The traced run.
+    """
+
+    linears: dict[str, SplittableLinear]
+    candidates: list[Candidate]
+    misfits: list[Misfit]
+    reasons: dict[str, str]
+    run: Run
+
+    def by_hand(self, linear: str) -> bool:
+        """Whether code uses a linear's weight past the linear's own forward, and nothing else keeps it whole."""
+        return self.reasons.get(linear) in (USED_ELSEWHERE, USED_BY_HAND)
+
+    def order(self, module: str) -> int:
+        """The place of a module in the order of the run."""
+        return next((i for i, name in enumerate(self.run.module_calls) if name == module), -1)
+
+
+def splittable_linears(model: nn.Module) -> dict[str, SplittableLinear]:
+    """The linears of ``model`` that an adapter knows, by module name."""
+    found = {}
+    for name, module in model.named_modules():
+        adapter = linear_adapter(module)
+        if adapter is not None:
+            found[name] = SplittableLinear(name, module, adapter)
+    return found
