@@ -54,8 +54,8 @@ def find_plan(
     """
     started = time.perf_counter()
     _check_model(model)
-    run = _runner(model, example_inputs)
-    with random_state_kept(), module_state_kept(model), _training_with_gradients(model):
+    run = model_runner(model, example_inputs)
+    with planning(model):
         with randomised_parameters(model):
             try:
                 found = probe(model, run, tensor_parallel_size)
@@ -124,7 +124,8 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _runner(model: nn.Module, example_inputs: Any) -> Callable[[], Any]:
+def model_runner(model: nn.Module, example_inputs: Any) -> Callable[[], Any]:
+    """A call that runs ``model`` on ``example_inputs``."""
     if isinstance(example_inputs, Tensor):
         return lambda: model(example_inputs)
     if isinstance(example_inputs, Mapping):
@@ -137,6 +138,13 @@ def _runner(model: nn.Module, example_inputs: Any) -> Callable[[], Any]:
         "example_inputs must be a tensor, a tuple of arguments, a dict of keyword arguments or a callable that runs "
         f"the model, not {type(example_inputs).__name__}."
     )
+
+
+@contextmanager
+def planning(model: nn.Module) -> Iterator[None]:
+    """``model`` in training mode with gradients for all parameters; it and all random state are kept."""
+    with random_state_kept(), module_state_kept(model), _training_with_gradients(model):
+        yield
 
 
 @contextmanager

@@ -20,11 +20,21 @@ _LARGEST_CHANGE = 4
 _MOST_TRIALS = 400
 
 
-def localize(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) -> list[Region]:
-    """The candidates that can be proven, in the order of the run; the others get a reason."""
+Given = Mapping[int, Region]
+"""By id of a candidate: the region that a plan makes of it."""
+
+
+def localize(
+    model: nn.Module, found: Probe, size: int, run: Callable[[], Any], given: Given | None = None
+) -> list[Region]:
+    """The candidates that can be proven, in the order of the run; the others get a reason.
+
+    With ``given``, each candidate's code is changed as that region says, and in no other way.
+    """
     regions: list[Region] = []
     hints = _Hints()
-    alone = {id(c): _proven(model, found, [c], size, run, hints) for c in found.candidates}
+    given = given or {}
+    alone = {id(c): _proven(model, found, [c], size, run, hints, given.get(id(c))) for c in found.candidates}
     for candidates in _proven_together(found.candidates, alone):
         proven = [alone[id(candidate)] for candidate in candidates]
         linked = len({candidate.call.name if candidate.call else "" for candidate in candidates}) > 1
@@ -33,7 +43,7 @@ def localize(model: nn.Module, found: Probe, size: int, run: Callable[[], Any]) 
             proven = _proven_linked(model, found, candidates, proven, size, run)
         elif len(candidates) > 1 and any(isinstance(way, str) or way.changes_code for way in proven):
             # Changes for one region reach the code of the others in the same module: they are proven together.
-            together = _proven(model, found, candidates, size, run, hints)
+            together = _proven(model, found, candidates, size, run, hints, given.get(id(candidates[0])))
             if isinstance(together, _Way):
                 proven = [together] * len(candidates)
             else:
@@ -190,7 +200,13 @@ class _Hints:
 
 
 def _proven(
-    model: nn.Module, found: Probe, candidates: list[Candidate], size: int, run: Callable[[], Any], hints: _Hints
+    model: nn.Module,
+    found: Probe,
+    candidates: list[Candidate],
+    size: int,
+    run: Callable[[], Any],
+    hints: _Hints,
+    given: Region | None,
 ) -> _Way | str:
     """A way in which all ``candidates`` (of one module) are proven together, or why there is none."""
     candidate = candidates[0] if len(candidates) == 1 else _merged(candidates)
@@ -204,6 +220,8 @@ def _proven(
     last = "no share of its code fits"
     conditional: _Way | None = None
     ways = _ways(model, candidate, proof, found.linears)
+    if given is not None:
+        ways, hints = iter([(given.attributes, bool(given.sizes))]), _Hints()
     kind = (type(proof.module), tuple(tuple(p.shape) for _, _, p in proof.slots), len(candidate.columns))
     if kind in hints.failures:
         ways = iter([((), False), ((), True)])

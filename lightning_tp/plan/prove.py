@@ -321,6 +321,10 @@ class RegionProof:
                 if any(share is None for share in per_rank):
                     raise NotProven(f"{name} has no gradient on some rank")
                 per_rank = [torch.cat([share for share in per_rank if share is not None], dim)]
+            elif name not in self.candidate.partial and grad is not None and bool(grad.any()):
+                # Its gradient is not summed over the ranks: each must have the whole one.
+                worst = max(worst, *(difference(grad, [part], floor) for part in per_rank))
+                continue
             worst = max(worst, difference(grad, per_rank, floor))
         return worst
 

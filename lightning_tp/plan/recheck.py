@@ -1,0 +1,143 @@
+"""Proving a plan that is given: read from a file, written or changed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_tp.errors import PlanError
+from lightning_tp.parallel.apply import check_plan
+from lightning_tp.parallel.torch_modules import local_forward
+from lightning_tp.plan.boundary import BoundarySplit, Cut
+from lightning_tp.plan.candidate import Candidate, Probe, SplittableLinear, splittable_linears
+from lightning_tp.plan.compare import NotProven
+from lightning_tp.plan.find import model_runner, planning
+from lightning_tp.plan.localize import localize
+from lightning_tp.plan.norms import recognised_norm
+from lightning_tp.plan.sharding_plan import Region, ShardingPlan
+from lightning_tp.plan.trace import LinearTrace, ModuleCall, Run, module_calls
+
+
+def prove_plan(model: nn.Module, example_inputs: Any, plan: ShardingPlan) -> None:
+    """Prove every region of ``plan`` on ``model``, as :func:`lightning_tp.find_plan` proves what it finds.
+
+    Args:
+        model: The plain model; it is afterwards as it was.
+        example_inputs: As for :func:`lightning_tp.find_plan`.
+        plan: Any plan.
+
+    Raises:
+        PlanError: the plan does not fit the model, or the ranks would give other numbers; the message names every
+            region for which that is so, and why.
+        ParallelConfigError: the model does not run.
+    """
+    check_plan(model, plan, plan.tensor_parallel_size)
+    with planning(model):
+        run = model_runner(model, example_inputs)
+        linears = splittable_linears(model)
+        traced = _traced(model, linears, run)
+        missing = [region.module for region in plan.regions if region.module not in traced.module_calls]
+        missing = [name for name in missing if name]
+        if missing:
+            raise PlanError(f"The plan splits modules that the example does not run: {', '.join(missing[:5])}.")
+        faults = _boundary_faults(model, plan, traced) | _region_faults(model, plan, linears, traced, run)
+    if faults:
+        shown = "; ".join(f"{name or 'the model'}: {fault}" for name, fault in list(faults.items())[:5])
+        more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
+        raise PlanError(f'The plan is not proven. {shown}{more}. Find a new one with plan="auto".')
+
+
+def _traced(model: nn.Module, linears: Mapping[str, SplittableLinear], run: Callable[[], Any]) -> Run:
+    trace = LinearTrace({id(linear.weight): linear.weight for linear in linears.values()})
+    with module_calls(model, trace), trace:
+        trace.run.outputs = run()
+    return trace.run
+
+
+def _boundary_faults(model: nn.Module, plan: ShardingPlan, traced: Run) -> dict[str, str]:
+    faults = {}
+    for region in plan.regions:
+        if region.boundary is None:
+            continue
+        module = model.get_submodule(region.module)
+        function = local_forward(module) if region.found_by == "adapter" else None
+        call = traced.module_calls[region.module][0]
+        cut = Cut(region.shards, region.partial, region.boundary.once, 0)
+        try:
+            split = BoundarySplit(model, region.module, call, plan.tensor_parallel_size, function)
+            _, boundary = split.prove(cut, region.attributes)
+            if boundary != region.boundary:
+                faults[region.module] = f"its edges are {boundary}, not {region.boundary}"
+            elif region.random != (call.random_calls > 0):
+                faults[region.module] = _RANDOM
+        except NotProven as fault:
+            faults[region.module] = str(fault)
+        except Exception as fault:
+            faults[region.module] = f"{type(fault).__name__}: {fault}"
+    return faults
+
+
+_RANDOM = "the plan is wrong about whether a dropout lies in it"
+
+
+def _region_faults(
+    model: nn.Module,
+    plan: ShardingPlan,
+    linears: Mapping[str, SplittableLinear],
+    traced: Run,
+    run: Callable[[], Any],
+) -> dict[str, str]:
+    given = [region for region in plan.regions if region.boundary is None]
+    candidates = [_candidate(region, traced, model) for region in given]
+    found = Probe(dict(linears), candidates, [], {}, traced)
+    by_candidate = {id(candidate): region for candidate, region in zip(candidates, given, strict=True)}
+    proven = {region.rows: region for region in localize(model, found, plan.tensor_parallel_size, run, by_candidate)}
+    faults = {}
+    for region in given:
+        again = proven.get(region.rows)
+        if again is None:
+            faults[region.module] = found.reasons.get(region.rows[0], "it has no rows")
+            continue
+        for name in ("sizes", "arguments", "norms", "inputs", "random"):
+            if getattr(again, name) != getattr(region, name):
+                faults[region.module] = _RANDOM if name == "random" else f"its {name} are others than the plan says"
+    return faults
+
+
+def _candidate(region: Region, traced: Run, model: nn.Module) -> Candidate:
+    calls = traced.calls
+    members = {column.module for column in region.columns} | set(region.rows)
+    own = [call for call in calls if call.owner in members]
+    groups: dict[int, list[str]] = {}
+    for call in own:
+        if call.owner not in region.rows:
+            groups.setdefault(id(call.x), []).append(str(call.owner))
+    once = len(own) // max(sum(call.owner == region.rows[0] for call in own), 1)
+    first = own[:once]
+    names = {id(call.x) for call in first}
+    norms = [
+        name
+        for name, module in model.named_modules()
+        if name.startswith(f"{region.module}.") and name in region.norms and recognised_norm(module) is not None
+    ]
+    return Candidate(
+        columns=region.columns,
+        rows=region.rows,
+        inputs=tuple(tuple(group) for key, group in groups.items() if key in names),
+        stack=_stack(region.module, traced),
+        partial=region.partial,
+        shards=region.shards,
+        entries=region.entries,
+        norms=tuple(norms),
+        random=bool(first) and first[-1].random_before > first[0].random_before,
+        misfit=lambda: None,
+    )
+
+
+def _stack(module: str, traced: Run) -> tuple[ModuleCall, ...]:
+    """The first calls of the module and of all that hold it."""
+    parts = module.split(".") if module else []
+    names = ["", *(".".join(parts[: end + 1]) for end in range(len(parts)))]
+    return tuple(traced.module_calls[name][0] for name in names if name in traced.module_calls)
