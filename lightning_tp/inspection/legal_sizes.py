@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_tp.parallel.torch_modules import local_forward
 from lightning_tp.plan.boundary import BoundarySplit
-from lightning_tp.plan.candidate import splittable_linears
 from lightning_tp.plan.find import randomised_parameters
+from lightning_tp.plan.linears import splittable_linears
 from lightning_tp.plan.needs import is_clean
 from lightning_tp.plan.norms import recognised_norm
 from lightning_tp.plan.probe import norms_by_element
@@ -89,10 +89,9 @@ def _kind(model: nn.Module, region: Region) -> tuple[Any, ...]:
 
 
 def _traced(model: nn.Module, run: Callable[[], Any], seed: int, norms: tuple[str, ...]) -> Run:
-    weights = {id(linear.weight): linear.weight for linear in splittable_linears(model).values()}
     recognised = {name: recognised_norm(model.get_submodule(name)) for name in norms}
     known = {name: norm for name, norm in recognised.items() if norm is not None}
-    trace = LinearTrace(weights, seed)
+    trace = LinearTrace(splittable_linears(model), seed)
     with module_calls(model, trace), norms_by_element(model, known, trace.run), trace:
         trace.run.outputs = run()
     return trace.run

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tp.errors import ParallelConfigError
-from lightning_tp.plan.candidate import USED_BY_HAND, USED_ELSEWHERE, Candidate, Misfit, Probe, SplittableLinear
+from lightning_tp.plan.candidate import USED_BY_HAND, USED_ELSEWHERE, Candidate, Misfit, Probe
 from lightning_tp.plan.graph import Reach, connected, tensors_in
+from lightning_tp.plan.linears import SplittableLinear
 from lightning_tp.plan.needs import IndexSets, index_sets, is_clean, note, split_of, union
 from lightning_tp.plan.norms import Norm
 from lightning_tp.plan.sharding_plan import Column, Entry, SplitParameter, ranges_of
@@ -28,10 +29,9 @@ _MOST_RUNS = 32
 
 @dataclass
 class _Needs:
-    """What each rank's share of some consumers was computed from: by (consumer, producer), and by parameter."""
+    """What each rank's share of some consumers was computed from, by (consumer, producer); dense where it is all."""
 
     rows: dict[tuple[int, int], Tensor]
-    parameters: dict[str, IndexSets]
     dense: bool
 
 
@@ -227,50 +227,66 @@ class Analysis:
         return columns, None
 
     def _needs(self, producers: list[int], consumers: list[int], size: int) -> _Needs:
-        """What each rank's share of the consumers' inputs was computed from.
+        """Which rows of the producers each rank's share of the consumers' inputs was computed from.
 
         One run may miss rows that an activation has cut off (a ReLU below zero), which another run shows.
         """
         key = (tuple(consumers), size)
         if key in self.known_needs:
             return self.known_needs[key]
-        inside = 0
-        for consumer in consumers:
-            inside |= self.consumed[consumer]
-        inner = [parameter for bit, parameter in self.parameter_of_bit.items() if inside >> bit & 1]
-        names = [self.parameter_names[id(parameter)] for parameter in inner]
-        outputs = [self.run.calls[producer].y for producer in producers]
-        rows = {(c, p): torch.zeros(size, y.shape[-1], dtype=torch.bool) for c in consumers
-                for p, y in zip(producers, outputs, strict=True)}  # fmt: skip
-        needs = _Needs(rows, {name: index_sets(p.shape, size) for name, p in zip(names, inner, strict=True)}, False)
-        self.known_needs[key] = needs
+        rows = {(c, p): torch.zeros(size, self.run.calls[p].y.shape[-1], dtype=torch.bool)
+                for c in consumers for p in producers if self.consumed[c] >> p & 1}  # fmt: skip
+        needs = self.known_needs[key] = _Needs(rows, False)
         for number in range(_MOST_RUNS):
-            for consumer, rank in itertools.product(consumers, range(size)):
-                grads = self._gradients(number, consumer, rank, size, producers, inner)
-                for producer, grad in zip(producers, grads, strict=False):
-                    if grad is not None:
-                        needs.rows[consumer, producer][rank] |= (grad.reshape(-1, grad.shape[-1]) != 0).any(0).cpu()
-                for name, grad in zip(names, grads[len(producers) :], strict=True):
-                    note(needs.parameters[name], rank, grad)
-                if size > 1 and all(union(needs.rows[c, p] for c in consumers)[rank].all() for p in producers):
-                    needs.dense = True
-                    if rank:
-                        return needs
-            if all(union(needs.rows[c, p] for c in consumers).any(0).all() for p in producers):
+            for consumer in consumers:
+                self._note_rows(number, consumer, size, rows)
+            needed = {p: union(rows[c, p] for c in consumers if (c, p) in rows) for p in producers}
+            needs.dense = size > 1 and all(bool((sets.sum(1) == sets.shape[1]).sum() > 1) for sets in needed.values())
+            if needs.dense or all(bool(sets.any(0).all()) for sets in needed.values()):
                 break
         return needs
 
+    def _note_rows(self, number: int, consumer: int, size: int, rows: dict[tuple[int, int], Tensor]) -> None:
+        calls = self._calls(number)
+        producers = [p for c, p in rows if c == consumer]
+        for rank in range(size):
+            grads = self._gradients(number, consumer, rank, size, [calls[producer].y for producer in producers])
+            for producer, grad in zip(producers, grads, strict=True):
+                if grad is not None:
+                    rows[consumer, producer][rank] |= (grad.reshape(-1, grad.shape[-1]) != 0).any(0).cpu()
+            if rank and all(rows[consumer, producer][: rank + 1].all() for producer in producers):
+                # Two ranks that both need everything are no split: the others do not matter.
+                for producer in producers:
+                    rows[consumer, producer][:] = True
+                return
+
+    def _parameter_needs(self, producers: list[int], consumers: list[int]) -> dict[str, IndexSets]:
+        """Which part of each parameter that is read on the way each rank's share was computed from."""
+        inside = 0
+        for consumer in consumers:
+            inside |= self.consumed[consumer]
+        inner = {self.parameter_names[id(p)]: p for bit, p in self.parameter_of_bit.items() if inside >> bit & 1}
+        sets = {name: index_sets(parameter.shape, self.size) for name, parameter in inner.items()}
+        if not inner:
+            return sets
+        runs = len(self.runs)  # as many as have shown all rows
+        for number, consumer, rank in itertools.product(range(runs), consumers, range(self.size)):
+            grads = self._gradients(number, consumer, rank, self.size, list(inner.values()))
+            for name, grad in zip(inner, grads, strict=True):
+                note(sets[name], rank, grad)
+        return sets
+
     def _gradients(
-        self, number: int, consumer: int, rank: int, size: int, producers: list[int], inner: list[nn.Parameter]
+        self, number: int, consumer: int, rank: int, size: int, targets: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
         """Of a random sum over ``rank``'s chunk of a consumer's input in run ``number``."""
-        calls = self._calls(number)
-        x = calls[consumer].x
+        if not targets:
+            return ()
+        x = self._calls(number)[consumer].x
         share = x.shape[-1] // size
         chunk = x.narrow(-1, rank * share, share)
         generator = torch.Generator(chunk.device).manual_seed(rank)
         weights = torch.randn(chunk.shape, dtype=chunk.dtype, device=chunk.device, generator=generator)
-        targets = [*(calls[producer].y for producer in producers), *inner]
         return torch.autograd.grad((chunk * weights).sum(), targets, retain_graph=True, allow_unused=True)
 
     def _calls(self, number: int) -> list[LinearCall]:
@@ -383,7 +399,7 @@ class Analysis:
         bits = {self.parameter_names[id(parameter)]: bit for bit, parameter in self.parameter_of_bit.items()}
         partial: list[str] = []
         shards: list[SplitParameter] = []
-        for name, sets in self._needs(producers, consumers, self.size).parameters.items():
+        for name, sets in self._parameter_needs(producers, consumers).items():
             if id(self.parameters[name]) in own:
                 continue
             splits = [(dim, split_of(indices)) for dim, indices in enumerate(sets)]

@@ -5,39 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import nn
-
-from lightning_tp.plan.linears import LinearAdapter, linear_adapter
+from lightning_tp.plan.linears import SplittableLinear
 from lightning_tp.plan.sharding_plan import Column, Entry, SplitParameter
 from lightning_tp.plan.trace import ModuleCall, Run
 
 USED_ELSEWHERE = "its weight is also used elsewhere than in its own forward"
 USED_BY_HAND = "its weight is used without calling the module"
-
-
-@dataclass(frozen=True)
-class SplittableLinear:
-    """A linear of the model that an adapter knows."""
-
-    name: str
-    module: nn.Module
-    adapter: LinearAdapter
-
-    @property
-    def weight(self) -> nn.Parameter:
-        return self.module._parameters["weight"]  # type: ignore[return-value]
-
-    @property
-    def output_features(self) -> int:
-        return self.weight.shape[self.adapter.output_dim]
-
-    @property
-    def input_features(self) -> int:
-        return self.weight.shape[self.adapter.input_dim]
-
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.module._parameters.values() if p is not None)
 
 
 @dataclass(frozen=True)
@@ -134,13 +107,3 @@ class Probe:
     def order(self, module: str) -> int:
         """The place of a module in the order of the run."""
         return next((i for i, name in enumerate(self.run.module_calls) if name == module), -1)
-
-
-def splittable_linears(model: nn.Module) -> dict[str, SplittableLinear]:
-    """The linears of ``model`` that an adapter knows, by module name."""
-    found = {}
-    for name, module in model.named_modules():
-        adapter = linear_adapter(module)
-        if adapter is not None:
-            found[name] = SplittableLinear(name, module, adapter)
-    return found

@@ -143,8 +143,13 @@ def model_runner(model: nn.Module, example_inputs: Any) -> Callable[[], Any]:
 @contextmanager
 def planning(model: nn.Module) -> Iterator[None]:
     """``model`` in training mode with gradients for all parameters; it and all random state are kept."""
-    with random_state_kept(), module_state_kept(model), _training_with_gradients(model):
-        yield
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    try:
+        with random_state_kept(), module_state_kept(model), _training_with_gradients(model):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

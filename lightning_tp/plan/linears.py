@@ -86,6 +86,41 @@ def _computes_the_same(module: nn.Module, adapter: LinearAdapter) -> bool:
         return _forward_is_linear(type(module).forward, adapter)
 
 
+@dataclass(frozen=True)
+class SplittableLinear:
+    """A linear of the model that an adapter knows."""
+
+    name: str
+    module: nn.Module
+    adapter: LinearAdapter
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.module._parameters["weight"]  # type: ignore[return-value]
+
+    @property
+    def output_features(self) -> int:
+        return self.weight.shape[self.adapter.output_dim]
+
+    @property
+    def input_features(self) -> int:
+        return self.weight.shape[self.adapter.input_dim]
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.module._parameters.values() if p is not None)
+
+
+def splittable_linears(model: nn.Module) -> dict[str, SplittableLinear]:
+    """The linears of ``model`` that an adapter knows, by module name."""
+    found = {}
+    for name, module in model.named_modules():
+        adapter = linear_adapter(module)
+        if adapter is not None:
+            found[name] = SplittableLinear(name, module, adapter)
+    return found
+
+
 def feature_changes(
     model: nn.Module, columns: Sequence[Column], rows: Iterable[str], rank: int
 ) -> list[AttributeChange]:
@@ -117,19 +152,26 @@ TRANSPOSES = {Tensor.t, torch.t, Tensor.transpose, torch.transpose}
 _MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
 
 
-def weight_operand(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The ``(input, weight)`` of a call that multiplies by a weight as linears do, else None.
+def weight_operand(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, int] | None:
+    """Input, weight and the weight's output dim of a call that multiplies by a weight as linears do, else None.
 
     A product with a parameter's transposed view counts as one with the parameter.
     """
     if function is F.linear:
         operands = (*args, *(kwargs[name] for name in ("input", "weight") if name in kwargs))
-        return (operands[0], operands[1]) if len(operands) > 1 else None
-    if function is torch.addmm:
+        return (operands[0], operands[1], 0) if len(operands) > 1 else None
+    if function is torch.addmm and not kwargs.keys() & {"alpha", "beta", "out"}:
         operands = (*args, *(kwargs[name] for name in ("input", "mat1", "mat2") if name in kwargs))
-        return (operands[1], operands[2]) if len(operands) > 2 else None
+        return (operands[1], operands[2], 1) if len(operands) > 2 else None
     if function in _MATMULS and len(args) == 2 and isinstance(args[1], Tensor):
         base = args[1]._base
         if isinstance(base, nn.Parameter) and base.dim() == 2 and args[1].shape == base.shape[::-1]:
-            return (args[0], base) if args[1].stride() == base.stride()[::-1] else None
+            return (args[0], base, 0) if args[1].stride() == base.stride()[::-1] else None
     return None
+
+
+def added_bias(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], product: Tensor) -> Tensor:
+    """The result of a call that :func:`weight_operand` knows, from its product."""
+    position = {F.linear: 2, torch.addmm: 0}.get(function, len(args))
+    bias = args[position] if position < len(args) else kwargs.get("input" if function is torch.addmm else "bias")
+    return product if bias is None else product + bias

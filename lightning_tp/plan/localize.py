@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_tp.plan.candidate import Candidate, Probe, SplittableLinear
+from lightning_tp.plan.candidate import Candidate, Probe
 from lightning_tp.plan.compare import NotProven
+from lightning_tp.plan.linears import SplittableLinear
 from lightning_tp.plan.prove import RegionProof
 from lightning_tp.plan.sharding_plan import ArgumentSlice, AttributeChange, Region, SizeRule
 from lightning_tp.plan.trace import attribute_names
@@ -124,7 +125,7 @@ def _proven_linked(
         return [failed or "its code needs other sizes, and it shares a parameter with other modules"] * len(candidates)
     attributes = tuple(dict.fromkeys(change for way in ways for change in way.attributes))
     try:
-        proof = RegionProof(model, found.linears, _merged(candidates), size, run)
+        proof = RegionProof(model, found, _merged(candidates), size, run)
         verdict = proof.check(attributes)
         if verdict.results_differ:
             raise NotProven("what their module returns would differ on one rank")
@@ -211,7 +212,7 @@ def _proven(
     """A way in which all ``candidates`` (of one module) are proven together, or why there is none."""
     candidate = candidates[0] if len(candidates) == 1 else _merged(candidates)
     try:
-        proof = RegionProof(model, found.linears, candidate, size, run)
+        proof = RegionProof(model, found, candidate, size, run)
         proof.slice_arguments()
     except NotProven as error:
         return str(error)

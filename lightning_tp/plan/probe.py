@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_tp.plan.analysis import Analysis
-from lightning_tp.plan.candidate import Probe, splittable_linears
+from lightning_tp.plan.candidate import Probe
+from lightning_tp.plan.linears import splittable_linears
 from lightning_tp.plan.norms import Norm, recognised_norm
 from lightning_tp.plan.trace import LinearTrace, Run, module_calls
 
@@ -33,10 +34,9 @@ def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int) -
     require gradients.
     """
     linears = splittable_linears(model)
-    weights = {id(linear.weight): linear.weight for linear in linears.values()}
 
     def traced(seed: int, norms: Mapping[str, Norm]) -> Run:
-        trace = LinearTrace(weights, seed)
+        trace = LinearTrace(linears, seed)
         with module_calls(model, trace), norms_by_element(model, norms, trace.run), trace:
             trace.run.outputs = run()
         return trace.run

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_tp.plan.arguments import argument_name, named_arguments, sliced_arguments
-from lightning_tp.plan.candidate import Candidate, SplittableLinear
+from lightning_tp.plan.candidate import Candidate, Probe
 from lightning_tp.plan.compare import TOLERANCE, NotProven, difference, rounding_floor, scattered
 from lightning_tp.plan.graph import copied_objects, tensors_in
 from lightning_tp.plan.linears import feature_changes
@@ -26,6 +26,12 @@ from lightning_tp.plan.norms import recognised_norm
 from lightning_tp.plan.region_run import RegionRun
 from lightning_tp.plan.sharding_plan import ArgumentSlice, AttributeChange, Ranges, SizeRule, Split
 from lightning_tp.plan.stand_ins import changed_attributes, prepared_inputs, randomised, swapped
+from lightning_tp.plan.thin import ThinWeight
+
+_Values = Mapping[int, Tensor | ThinWeight]
+"""By id of each parameter: what stands for it."""
+_OUT, _INTO = " (out)", " (in)"
+"""Names of the two factors of a thin weight end so."""
 
 
 @dataclass
@@ -76,12 +82,13 @@ class RegionProof:
     def __init__(
         self,
         model: nn.Module,
-        linears: Mapping[str, SplittableLinear],
+        found: Probe,
         candidate: Candidate,
         size: int,
         run: Callable[[], Any],
     ) -> None:
         self.model, self.candidate, self.size = model, candidate, size
+        linears = found.linears
         self.module = model if candidate.call is None else candidate.call.module
         self.run = run
         self.columns = {column.module: linears[column.module] for column in candidate.columns}
@@ -92,9 +99,14 @@ class RegionProof:
         self.slots = [(m, key, p) for m in self.module.modules() for key, p in m._parameters.items() if p is not None]
         self.parameter_names = {id(p): name for name, p in model.named_parameters()}
         self.ids = {name: key for key, name in self.parameter_names.items()}
+        here = {id(p) for _, _, p in self.slots}
+        self.thin = {
+            id(linear.weight): linear
+            for linear in linears.values()
+            if id(linear.weight) in here and id(linear.weight) not in found.run.foreign_uses
+        }
         self.features = [feature_changes(model, candidate.columns, candidate.rows, rank) for rank in range(size)]
         # One that belongs to another module comes in as an argument.
-        here = {id(p) for _, _, p in self.slots}
         self.shards = [shard for shard in candidate.shards if self.ids[shard.parameter] in here]
         self.arguments: tuple[ArgumentSlice, ...] = ()
         self.dtype = torch.float64
@@ -167,12 +179,19 @@ class RegionProof:
         local = tuple(name for name in self.candidate.norms if name in norms)
         return Verdict(worst, tuple(rules or ()), local, results_differ)
 
-    def _references(self) -> list[tuple[Evidence, dict[int, Tensor], tuple[Any, Any]]]:
+    def _references(self) -> list[tuple[Evidence, _Values, tuple[Any, Any]]]:
         """The unsplit run on the inputs as captured, and with other values in the tensors that carry gradients."""
-        references = []
+        references: list[tuple[Evidence, _Values, tuple[Any, Any]]] = []
         for seed in (0, 1):
             generator = torch.Generator().manual_seed(seed)
-            parameters = {id(p): randomised(p, self.dtype, generator) for _, _, p in self.slots}
+            parameters: dict[int, Tensor | ThinWeight] = {}
+            for _, _, p in self.slots:
+                linear = self.thin.get(id(p))
+                parameters[id(p)] = (
+                    randomised(p, self.dtype, generator)
+                    if linear is None
+                    else ThinWeight.random(linear, self.dtype, generator)
+                )
             call = self.candidate.call
             inputs = prepared_inputs(call, self.dtype, generator if seed else None) if call else ((), {})
             references.append((self._evidence(self._forward(parameters, inputs)), parameters, inputs))
@@ -180,7 +199,7 @@ class RegionProof:
 
     def _forward(
         self,
-        parameters: Mapping[int, Tensor],
+        parameters: _Values,
         inputs: tuple[Any, Any],
         rank: int | None = None,
         attributes: Sequence[AttributeChange] = (),
@@ -191,9 +210,14 @@ class RegionProof:
         local = dict(parameters)
         if rank is not None:
             local.update(self._shares(parameters, rank))
-        tensors = {key: nn.Parameter(value) for key, value in local.items()}
+        leaves = {key: value.leaves() for key, value in local.items() if isinstance(value, ThinWeight)}
+        tensors = {
+            key: value.stand_in() if isinstance(value, ThinWeight) else nn.Parameter(value)
+            for key, value in local.items()
+        }
         of_weight = lambda linears: {id(tensors[id(linear.weight)]): linear for linear in linears.values()}  # noqa: E731
         run = RegionRun(
+            {id(tensors[key]): thin for key, thin in leaves.items()},
             of_weight(self.columns),
             of_weight(self.rows),
             {id(tensors[key]): entry for key, entry in self.entries.items() if key in tensors},
@@ -231,7 +255,13 @@ class RegionProof:
         for row in self.rows:
             out = run.outputs[row]
             total = total + (out * torch.randn(out.shape, dtype=out.dtype, generator=generator).to(out.device)).sum()
-        named_parameters: dict[str, Tensor] = {self.parameter_names[id(p)]: tensors[id(p)] for _, _, p in self.slots}
+        named_parameters: dict[str, Tensor] = {}
+        for _, _, p in self.slots:
+            name = self.parameter_names[id(p)]
+            if id(p) in leaves:
+                named_parameters |= {f"{name}{_OUT}": leaves[id(p)].out, f"{name}{_INTO}": leaves[id(p)].into}
+            else:
+                named_parameters[name] = tensors[id(p)]
         return _Pass(run, total, [*inside, *cut], past, named_parameters, results)
 
     def _join_statistics(self, full: Evidence, passes: list[_Pass]) -> None:
@@ -265,22 +295,20 @@ class RegionProof:
             local_norms=run.local_norms,
         )
 
-    def _shares(self, parameters: Mapping[int, Tensor], rank: int) -> dict[int, Tensor]:
-        shares: dict[int, Tensor] = {}
+    def _shares(self, parameters: _Values, rank: int) -> dict[int, Tensor | ThinWeight]:
+        shares: dict[int, Tensor | ThinWeight] = {}
         for column in self.candidate.columns:
             linear = self.columns[column.module]
-            index = torch.tensor(column.row_indices(rank), device=linear.weight.device)
-            shares[id(linear.weight)] = parameters[id(linear.weight)].index_select(linear.adapter.output_dim, index)
+            rows = column.row_indices(rank)
+            shares[id(linear.weight)] = _thin(parameters[id(linear.weight)]).column_share(rows)
             bias = linear.module._parameters.get("bias")
             if bias is not None:
-                shares[id(bias)] = parameters[id(bias)].index_select(0, index)
+                shares[id(bias)] = _whole(parameters[id(bias)]).index_select(0, _index(rows, bias))
         for linear in self.rows.values():
-            whole = parameters[id(linear.weight)]
-            shares[id(linear.weight)] = whole.chunk(self.size, linear.adapter.input_dim)[rank].clone()
+            shares[id(linear.weight)] = _thin(parameters[id(linear.weight)]).row_share(rank, self.size)
         for shard in self.shards:
-            whole = parameters[self.ids[shard.parameter]]
-            index = torch.tensor(shard.row_indices(rank), device=whole.device)
-            shares[self.ids[shard.parameter]] = whole.index_select(shard.dim, index)
+            whole = _whole(parameters[self.ids[shard.parameter]])
+            shares[self.ids[shard.parameter]] = whole.index_select(shard.dim, _index(shard.row_indices(rank), whole))
         return shares
 
     def _results_differ(self, full: Evidence, rank: Evidence) -> bool:
@@ -304,24 +332,25 @@ class RegionProof:
         for position, grad in enumerate(full.input_grads):
             worst = max(worst, difference(grad, [rank.input_grads[position] for rank in ranks], floor))
         index: dict[str, tuple[int, Split]] = {}
+        summed = set(self.candidate.partial)
         for column in self.candidate.columns:
-            linear = self.columns[column.module]
-            for key, dim in (("weight", linear.adapter.output_dim), ("bias", 0)):
-                index[f"{column.module}.{key}" if column.module else key] = (dim, column)
+            name = f"{column.module}." if column.module else ""
+            index |= {f"{name}weight{_OUT}": (0, column), f"{name}bias": (0, column)}
+            summed.add(f"{name}weight{_INTO}")
         for shard in self.shards:
             index[shard.parameter] = (shard.dim, shard)
-        whole_rows = {f"{name}.weight": linear for name, linear in self.rows.items()}
+        rows = {f"{name}.weight{_INTO}" for name in self.rows}
+        summed |= {f"{name}.weight{_OUT}" for name in self.rows}
         for name, grad in full.parameter_grads.items():
             per_rank = [rank.parameter_grads[name] for rank in ranks]
             if name in index and grad is not None:
                 dim, split = index[name]
                 per_rank = [scattered(share, grad, dim, split.row_indices(r)) for r, share in enumerate(per_rank)]
-            elif name in whole_rows and grad is not None:
-                dim = whole_rows[name].adapter.input_dim
+            elif name in rows and grad is not None:
                 if any(share is None for share in per_rank):
                     raise NotProven(f"{name} has no gradient on some rank")
-                per_rank = [torch.cat([share for share in per_rank if share is not None], dim)]
-            elif name not in self.candidate.partial and grad is not None and bool(grad.any()):
+                per_rank = [torch.cat([share for share in per_rank if share is not None], 1)]
+            elif name not in summed and grad is not None and bool(grad.any()):
                 # Its gradient is not summed over the ranks: each must have the whole one.
                 worst = max(worst, *(difference(grad, [part], floor) for part in per_rank))
                 continue
@@ -344,6 +373,20 @@ class Verdict:
     rules: tuple[SizeRule, ...]
     norms: tuple[str, ...]
     results_differ: bool
+
+
+def _thin(value: Tensor | ThinWeight) -> ThinWeight:
+    assert isinstance(value, ThinWeight)  # what is used otherwise is no member of a candidate
+    return value
+
+
+def _whole(value: Tensor | ThinWeight) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _index(indices: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(indices, device=like.device)
 
 
 def _results(returned: Any, leaves: list[Tensor]) -> list[Tensor | None]:

@@ -11,9 +11,10 @@ from lightning_tp.errors import PlanError
 from lightning_tp.parallel.apply import check_plan
 from lightning_tp.parallel.torch_modules import local_forward
 from lightning_tp.plan.boundary import BoundarySplit, Cut
-from lightning_tp.plan.candidate import Candidate, Probe, SplittableLinear, splittable_linears
+from lightning_tp.plan.candidate import Candidate, Probe
 from lightning_tp.plan.compare import NotProven
 from lightning_tp.plan.find import model_runner, planning
+from lightning_tp.plan.linears import SplittableLinear, splittable_linears
 from lightning_tp.plan.localize import localize
 from lightning_tp.plan.norms import recognised_norm
 from lightning_tp.plan.sharding_plan import Region, ShardingPlan
@@ -50,7 +51,7 @@ def prove_plan(model: nn.Module, example_inputs: Any, plan: ShardingPlan) -> Non
 
 
 def _traced(model: nn.Module, linears: Mapping[str, SplittableLinear], run: Callable[[], Any]) -> Run:
-    trace = LinearTrace({id(linear.weight): linear.weight for linear in linears.values()})
+    trace = LinearTrace(linears)
     with module_calls(model, trace), trace:
         trace.run.outputs = run()
     return trace.run

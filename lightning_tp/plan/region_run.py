@@ -11,18 +11,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_tp.dropout import without_dropout
-from lightning_tp.plan.candidate import SplittableLinear
 from lightning_tp.plan.compare import NotProven
-from lightning_tp.plan.linears import weight_operand
+from lightning_tp.plan.linears import TRANSPOSES, SplittableLinear, added_bias, weight_operand
 from lightning_tp.plan.norms import Norm
 from lightning_tp.plan.sharding_plan import Entry, SizeRule
 from lightning_tp.plan.sizes import SIZED_FUNCTIONS, apply_rule, derive_rule, names_sizes, output_shape
+from lightning_tp.plan.thin import ThinWeight
 
 
 class RegionRun(TorchFunctionMode):
     """Cuts what enters the region, collects the rows' outputs, and rescales sizes if it is given the unsplit calls.
 
     Args:
+        thin: By id of the parameters that stand for them: the weights that are only multiplied by.
         columns: By id of their weights.
         rows: By id of their weights.
         entries: By id of their weights.
@@ -33,6 +34,7 @@ class RegionRun(TorchFunctionMode):
 
     def __init__(
         self,
+        thin: Mapping[int, ThinWeight],
         columns: Mapping[int, SplittableLinear],
         rows: Mapping[int, SplittableLinear],
         entries: Mapping[int, Entry],
@@ -41,7 +43,7 @@ class RegionRun(TorchFunctionMode):
         full_statistics: Mapping[int, Tensor] | None,
     ) -> None:
         super().__init__()
-        self.columns, self.rows, self.entries = columns, rows, entries
+        self.thin, self.columns, self.rows, self.entries = thin, columns, rows, entries
         self.full_outputs, self.full_calls, self.full_statistics = full_outputs, full_calls, full_statistics
         self.inputs: dict[int, tuple[Tensor, Tensor]] = {}
         self.entered: list[Tensor] = []
@@ -63,12 +65,22 @@ class RegionRun(TorchFunctionMode):
                 return self._sized(function, args, kwargs)
             operands = weight_operand(function, args, kwargs)
             weight = id(operands[1]) if operands is not None else 0
-            if operands is not None and weight in self.columns:
-                return self._column(function, args, kwargs, operands[0])
-            if operands is not None and weight in self.rows:
-                return self._row(function, args, kwargs, self.rows[weight], operands)
-            result = function(*args, **kwargs)
+            if operands is None or weight not in self.thin or self.thin[weight].output_dim != operands[2]:
+                self._refuse_thin(function, (*args, *kwargs.values()))
+                return function(*args, **kwargs)
+            x = operands[0]
+            y = self.thin[weight].product(self._entering(x) if weight in self.columns else x)
+            result = added_bias(function, args, kwargs, y)
+            if weight in self.rows:
+                result = self._reduced(self.rows[weight].name, x, y, result)
             return self._entry(result, self.entries[weight]) if weight in self.entries else result
+
+    def _refuse_thin(self, function: Any, values: tuple[Any, ...]) -> None:
+        """A thin weight has no values but in products."""
+        plain = getattr(function, "__name__", "") == "__get__" or function in TRANSPOSES
+        if not plain and any(id(value) in self.thin or id(getattr(value, "_base", None)) in self.thin
+                             for value in values if isinstance(value, Tensor)):  # fmt: skip
+            raise NotProven("its code does more with a weight than multiply by it")
 
     @contextmanager
     def normalising(self, model: nn.Module, norms: Mapping[str, Norm]) -> Iterator[None]:
@@ -110,24 +122,20 @@ class RegionRun(TorchFunctionMode):
         self.rules.append(derive_rule(function, full_input, full_output, args[0].shape))
         return apply_rule(function, args, kwargs, self.rules[-1])
 
-    def _column(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> Any:
+    def _entering(self, x: Tensor) -> Tensor:
+        """The leaf that stands for ``x`` inside the region."""
         if id(x) not in self.inputs:
             self.inputs[id(x)] = (x, x.detach().requires_grad_(True))
-        leaf = self.inputs[id(x)][1]
-        replaced = tuple(leaf if value is x else value for value in args)
-        return function(*replaced, **{name: leaf if value is x else value for name, value in kwargs.items()})
+        return self.inputs[id(x)][1]
 
-    def _row(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], row: SplittableLinear, operands: Any
-    ) -> Any:
-        x, weight = operands
+    def _reduced(self, row: str, x: Tensor, product: Tensor, result: Tensor) -> Tensor:
+        """What stands for the output of ``row`` behind it: that of the unsplit run."""
         self.row_inputs.append(x)
-        self.outputs[row.name] = row.adapter.product(x, weight)
-        if self.full_outputs is None:
-            self.with_bias[row.name] = function(*args, **kwargs).detach()
-        reduced = self.with_bias[row.name] if self.full_outputs is None else self.full_outputs[row.name]
-        entry = self.entries.get(id(weight))
-        return reduced if entry is None else self._entry(reduced, entry)
+        self.outputs[row] = product
+        if self.full_outputs is not None:
+            return self.full_outputs[row]
+        self.with_bias[row] = result.detach()
+        return self.with_bias[row]
 
     def _entry(self, y: Tensor, entry: Entry) -> Tensor:
         """``y`` with the features that enter the region cut off from their linear."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_tp.dropout import without_dropout
 from lightning_tp.plan.graph import copied_objects
-from lightning_tp.plan.linears import PRODUCTS, TRANSPOSES, weight_operand
+from lightning_tp.plan.linears import PRODUCTS, TRANSPOSES, SplittableLinear, weight_operand
 
 _OBSERVERS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__,
@@ -84,11 +84,11 @@ class LinearTrace(TorchFunctionMode):
     used all the same.
     """
 
-    def __init__(self, weights: dict[int, nn.Parameter], seed: int = 0) -> None:
+    def __init__(self, linears: Mapping[str, SplittableLinear], seed: int = 0) -> None:
         super().__init__()
         self.run = Run()
         self.stack: list[ModuleCall] = []
-        self._weights = weights
+        self._linears = {id(linear.weight): linear for linear in linears.values()}
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seed = seed
 
@@ -97,18 +97,24 @@ class LinearTrace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(function, "__name__", "") in ("__get__", "__set__"):
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if id(args[0]) in self._linears and isinstance(result, Tensor) and result._base is not args[0]:
+                self.run.foreign_uses.add(id(args[0]))  # .data
+            return result
         args, kwargs, probability = without_dropout(function, args, kwargs)
         self.run.random_calls += probability > 0
         operands = weight_operand(function, args, kwargs)
-        weight = operands[1] if operands is not None else None
-        own = self._weights.get(id(weight)) if weight is not None else None
+        linear = self._linears.get(id(operands[1])) if operands is not None else None
+        if operands is None or linear is None or linear.adapter.output_dim != operands[2]:
+            linear = own = None
+        else:
+            own = operands[1]
         for value in (*args, *kwargs.values()):
             for entry in value if isinstance(value, (list, tuple)) else (value,):
                 if not isinstance(entry, Tensor):
                     continue
                 source = entry if isinstance(entry, nn.Parameter) else entry._base
-                if id(source) in self._weights and source is not own and function not in TRANSPOSES:
+                if id(source) in self._linears and source is not own and function not in TRANSPOSES:
                     self.run.foreign_uses.add(id(source))
                 if function in PRODUCTS and isinstance(source, nn.Parameter) and self.stack:
                     self.run.users.setdefault(id(source), set()).add(self.stack[-1].name)
@@ -117,17 +123,23 @@ class LinearTrace(TorchFunctionMode):
         with torch.enable_grad():
             if function is Tensor.detach:
                 return args[0].view_as(args[0])
-            result = function(*args, **kwargs)
-        if own is None or operands is None:
-            return result
-        return self._cut(own, operands[0], result)
+            if operands is None or linear is None:
+                return function(*args, **kwargs)
+            return self._cut(linear, operands[0])
 
-    def _cut(self, weight: nn.Parameter, x: Tensor, result: Tensor) -> Tensor:
+    def _cut(self, linear: SplittableLinear, x: Tensor) -> Tensor:
+        """What stands for the output of ``linear``, which is not computed."""
+        weight = linear.weight
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+        if x.shape[-1:] != (linear.input_features,) or (not autocast and x.dtype != weight.dtype):
+            linear.adapter.product(x, weight)
+            raise RuntimeError(f"{linear.name} does not fit its input")  # the line above tells it better
         caller = self.stack[-1] if self.stack else None
         is_own = caller is not None and caller.module._parameters.get("weight") is weight
-        y = torch.randn(
-            result.shape, dtype=result.dtype, device=result.device, generator=self._generator(result.device)
-        ).requires_grad_(True)
+        shape = (*x.shape[:-1], linear.output_features)
+        generator = self._generator(x.device)
+        y = torch.randn(shape, dtype=dtype, device=x.device, generator=generator).requires_grad_(True)
         self.run.calls.append(
             LinearCall(
                 owner=caller.name if is_own and caller is not None else None,
