@@ -10,6 +10,7 @@ from lightning_tp.errors import ParallelConfigError, PlanError
 from lightning_tp.layout import ParallelLayout
 from lightning_tp.parallel.apply import parallelize
 from lightning_tp.plan.find import find_plan
+from lightning_tp.plan.meta import parameters_on_meta
 from lightning_tp.plan.recheck import prove_plan
 from lightning_tp.plan.sharding_plan import ShardingPlan
 from lightning_tp.strategy import TensorParallelStrategy
@@ -23,6 +24,7 @@ __all__ = [
     "TensorParallelStrategy",
     "find_plan",
     "parallelize",
+    "parameters_on_meta",
     "prove_plan",
 ]
 

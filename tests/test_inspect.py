@@ -16,9 +16,9 @@ from lightning_tp import ShardingPlan, cli, find_plan
 from lightning_tp.inspection import transformers_source
 from lightning_tp.inspection.explain import explain
 from lightning_tp.inspection.folding import fold, labels, without_indices
-from lightning_tp.inspection.legal_sizes import legal_sizes
 from lightning_tp.inspection.roles import parameter_roles
 from lightning_tp.inspection.summary import folded_regions, folded_whole
+from lightning_tp.plan.find import search_plan
 from tests.models import LENGTH, WIDTH, FeedForward, SelfAttention, Stack
 
 ROOT = Path(__file__).parent.parent
@@ -370,8 +370,8 @@ def test_models_of_transformers_get_a_fitting_head_and_inputs(
         (("hf:missing/config.json",), "there is no config.json"),
         (("hf:no_type.json",), "no model_type 'lllama', which the file gives. Did you mean llama"),
         (("hf:not_json.json",), "the config cannot be read"),
-        (("hf:llama",), "has 6,738,415,616 parameters"),
-        (("hf:llama",), "num_hidden_layers=1"),
+        (("hf:mixtral",), "experts.gate_up_proj [8, 28672, 4096] holds all experts of a layer in one tensor"),
+        (("hf:mixtral",), "such as intermediate_size=1024."),
         (("hf:llama", "hidden_sise=3"), "LlamaConfig has no field hidden_sise. Did you mean hidden_size"),
         (("hf:clip", "text_config.hidden_sise=3"), "CLIPTextConfig has no field hidden_sise"),
         (("hf:llama", "hidden_size=250"), "not a multiple"),
@@ -543,17 +543,17 @@ def test_numbers_that_are_no_indices_stay() -> None:
 def test_legal_sizes_are_those_of_uncut_heads_and_leave_the_model_as_it_was(heads: int, sizes: list[int]) -> None:
     model = Stack(SelfAttention(heads=4), FeedForward(), SelfAttention("slice", heads=heads)).eval()
     x = torch.randn(2, LENGTH, WIDTH)
-    plan = find_plan(model, x, 2)
     before = torch.get_rng_state()
-    assert legal_sizes(model, lambda: model(x), plan) == sizes
+    plan, legal = search_plan(model, x, 2, None, "error", with_legal_sizes=True)
+    assert plan.regions and legal == sizes
     assert torch.equal(before, torch.get_rng_state())
     assert not model.training
 
 
 def test_a_model_of_which_nothing_is_split() -> None:
     model = nn.Linear(4, 4)
-    plan = find_plan(model, torch.randn(2, 4), 2)
-    assert legal_sizes(model, lambda: model(torch.randn(2, 4)), plan) == [1, 2]
+    plan, legal = search_plan(model, torch.randn(2, 4), 2, None, "error", with_legal_sizes=True)
+    assert legal == [1, 2]
     assert folded_regions(plan) == []
     roles = parameter_roles(model, plan)
     assert sum(entry.parameters for entry in folded_whole(model, plan, roles)) == 20

@@ -11,14 +11,13 @@ from pathlib import Path
 
 from lightning_tp.errors import ParallelConfigError
 from lightning_tp.inspection.explain import explain
-from lightning_tp.inspection.legal_sizes import legal_sizes
 from lightning_tp.inspection.report import Inspection, print_report
 from lightning_tp.inspection.roles import parameter_roles
 from lightning_tp.inspection.sources import opened
 from lightning_tp.inspection.subject import InspectError
 from lightning_tp.inspection.summary import folded_regions, folded_whole
 from lightning_tp.inspection.tp_plan import compare_with_tp_plan
-from lightning_tp.plan.find import find_plan
+from lightning_tp.plan.find import search_plan
 from lightning_tp.verify import add_config_arguments
 
 
@@ -30,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="package.module:Factory; hf:path/to/config.json, hf:LlamaConfig or hf:llama; recipe:OVERRIDE",
     )
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="tensor-parallel size, at least 2 (%(default)s)")
+    parser.add_argument(
+        "--unsplittable",
+        choices=("error", "replicate"),
+        default="error",
+        help="what to do with linears that other sizes split but not this one (%(default)s)",
+    )
     parser.add_argument("--inputs", metavar="MODULE:CALLABLE", help="a callable that gives example inputs of the model")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.add_argument("--why", metavar="NAME", help="explain this module or parameter (* matches anything)")
@@ -71,8 +76,9 @@ def _inspect(arguments: argparse.Namespace, overrides: Sequence[str]) -> Inspect
         with opened(arguments, overrides) as subject:
             model = subject.model
             print(f"planning {type(model).__name__} for {arguments.tp} ranks ...", file=sys.stderr)
-            plan = find_plan(model, subject.run, arguments.tp)
-            sizes = legal_sizes(model, subject.run, plan)
+            plan, sizes = search_plan(
+                model, subject.run, arguments.tp, None, arguments.unsplittable, with_legal_sizes=True
+            )
     except ParallelConfigError as error:
         raise InspectError(str(error)) from error
     roles = parameter_roles(model, plan)

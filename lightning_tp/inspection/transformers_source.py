@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 from lightning_tp.inspection.subject import InspectError, in_words, near_misses
+from lightning_tp.plan.meta import parameters_on_meta
 
-LARGEST_MODEL = 2_000_000_000
+_WITH_WEIGHTS = 500_000_000
+"""Parameters of a model that is built with its weights; a larger one has none, and needs no memory for them."""
+_LARGEST_EXPERTS = 200_000_000
 _SAMPLES, _LENGTH, _SOUND_LENGTH, _FRAMES = 2, 16, 8000, 64
 _FIRST_TOKEN, _TOKENS = 4, 100
 """Token ids that stand for text in most vocabularies: the first few are padding and the like."""
@@ -66,38 +70,41 @@ def transformers_model(name: str, overrides: Sequence[str]) -> nn.Module:
     model_class = _model_class(config, transformers)
     try:
         with torch.device("meta"):
-            parameters = sum(parameter.numel() for parameter in _built(model_class, config).parameters())
-        refuse_too_large(name, parameters, config)
-        print(f"building {model_class.__name__} with {parameters:,} parameters ...", file=sys.stderr)
-        return _built(model_class, config)
+            parameters = {key: p.shape for key, p in _built(model_class, config).named_parameters()}
+        _refuse_large_experts(name, parameters, config)
+        total = sum(shape.numel() for shape in parameters.values())
+        print(f"building {model_class.__name__} with {total:,} parameters ...", file=sys.stderr)
+        with parameters_on_meta() if total > _WITH_WEIGHTS else contextlib.nullcontext():
+            return _built(model_class, config)
     except InspectError:
         raise
     except Exception as error:
         raise InspectError(f"hf:{name}: {model_class.__name__} could not be built: {in_words(error)}") from error
 
 
-def refuse_too_large(name: str, parameters: int, config: Any) -> None:
-    """Raise for a model whose weights would not fit into memory, where the planner needs them for now.
+def _refuse_large_experts(name: str, parameters: Mapping[str, torch.Size], config: Any) -> None:
+    """Raise for experts held in one tensor that would not fit into memory, where the planner needs them for now.
 
     Raises:
-        InspectError: with the number of its parameters, and overrides that make it smaller.
+        InspectError: with overrides that make them smaller.
     """
-    if parameters <= LARGEST_MODEL:
+    large = [key for key, shape in parameters.items() if len(shape) > 2 and shape.numel() > _LARGEST_EXPERTS]
+    if not large:
         return
-    smaller = {"num_hidden_layers": 1, "num_layers": 1, "n_routed_experts": 8, "num_local_experts": 8, "num_experts": 8}
+    smaller = {"n_routed_experts": 8, "num_local_experts": 8, "num_experts": 8, "moe_intermediate_size": 1024}
     parts = {"": config, **{f"{part}.": value for part, value in _parts(config).items()}}
     advice = [
         f"{prefix}{key}={value}"
         for prefix, part in parts.items()
-        for key, value in {**smaller, "vocab_size": 1024}.items()
+        for key, value in {**smaller, "intermediate_size": 1024}.items()
         if isinstance(getattr(part, key, None), int)
         and getattr(part, key) > value
         and not (prefix and key in vars(config))
     ]
     raise InspectError(
-        f"hf:{name} has {parameters:,} parameters, and models of more than {LARGEST_MODEL:,} are refused for now, "
-        "since their weights must be in memory while the plan is found. Layers of one kind are split alike, so make it "
-        f"smaller with overrides, such as {' '.join(advice)}."
+        f"hf:{name}: {large[0]} {list(parameters[large[0]])} holds all experts of a layer in one tensor of more than "
+        f"{_LARGEST_EXPERTS:,} elements, which must be in memory while the plan is found. Its layers are split alike "
+        f"whatever their size is, so make them smaller with overrides, such as {' '.join(advice)}."
     )
 
 

@@ -64,8 +64,11 @@ class Analysis:
         self.reasons = dict(self.ineligible)
         self.misfits: list[Misfit] = []
         self.candidates: list[Candidate] = []
+        self.rejected: list[list[str]] = []
         self.occurrences: dict[int, int] = {}
-        self.known_needs: dict[tuple[tuple[int, ...], int], _Needs] = {}
+        self.known_needs: dict[Any, _Needs] = {}
+        self.known_legal_sizes: dict[Any, tuple[int, ...]] = {}
+        self.known_parameter_needs: dict[Any, dict[str, IndexSets]] = {}
 
     def find_candidates(self, settled: Sequence[Candidate]) -> None:
         """Consider every component in which no linear of the ``settled`` candidates takes part.
@@ -92,6 +95,11 @@ class Analysis:
             else:
                 self.reasons.setdefault(name, "its output is returned whole")
         return Probe(self.linears, self.candidates, self.misfits, self.reasons, self.run)
+
+    def has_free_columns(self) -> bool:
+        """Whether a component was rejected of which some producer is in no candidate."""
+        taken = {name for candidate in self.candidates for name in candidate.members} | self.ineligible.keys()
+        return any(not taken.issuperset(producers) for producers in self.rejected)
 
     def _names(self, calls: Iterable[int]) -> list[str]:
         return [self.run.calls[index].owner or self._weight_name(self.run.calls[index]) for index in calls]
@@ -131,6 +139,7 @@ class Analysis:
         parts = [self._accept(*part) for part in self._refined(producers, consumers)]
         if None in parts:
             self.misfits = [misfit for misfit in self.misfits if misfit not in misfits]
+        self.rejected.append(self._names(producers))
         self._reject(self._names((*producers, *consumers)), reason)
 
     def _accept(self, producers: list[int], consumers: list[int], entries: tuple[Entry, ...]) -> str | None:
@@ -169,7 +178,7 @@ class Analysis:
             entries=entries,
             norms=tuple(dict.fromkeys(name for name, reached in self.norm_inputs if reached & mask)),
             random=last.random_before > first.random_before,
-            misfit=partial_function(self._misfit, producers, consumers),
+            legal_sizes=partial_function(self._legal_sizes, producers, consumers),
         )
         if taken is None:
             self.candidates.append(candidate)
@@ -231,33 +240,61 @@ class Analysis:
 
         One run may miss rows that an activation has cut off (a ReLU below zero), which another run shows.
         """
-        key = (tuple(consumers), size)
+        # By places within the block that holds them, so that repeated blocks are looked at once.
+        places = self._places((*producers, *consumers))
+        at = dict(zip((*producers, *consumers), places, strict=True))
+        key = (places, len(producers), size)
         if key in self.known_needs:
-            return self.known_needs[key]
-        rows = {(c, p): torch.zeros(size, self.run.calls[p].y.shape[-1], dtype=torch.bool)
-                for c in consumers for p in producers if self.consumed[c] >> p & 1}  # fmt: skip
-        needs = self.known_needs[key] = _Needs(rows, False)
+            known = self.known_needs[key]
+            pairs = itertools.product(consumers, producers)
+            return _Needs(
+                {(c, p): known.rows[at[c], at[p]] for c, p in pairs if (at[c], at[p]) in known.rows}, known.dense
+            )
+        rows: dict[tuple[int, int], Tensor] = {}
+        readers = {p: [c for c in consumers if self.consumed[c] >> p & 1] for p in producers}
+        sources = {c: [p for p in producers if self.consumed[c] >> p & 1] for c in consumers}
+        dense = False
         for number in range(_MOST_RUNS):
-            for consumer in consumers:
-                self._note_rows(number, consumer, size, rows)
-            needed = {p: union(rows[c, p] for c in consumers if (c, p) in rows) for p in producers}
-            needs.dense = size > 1 and all(bool((sets.sum(1) == sets.shape[1]).sum() > 1) for sets in needed.values())
-            if needs.dense or all(bool(sets.any(0).all()) for sets in needed.values()):
+            needed_by_all: set[int] = set()
+            # Those that depend on most come first: where they show that nothing is split, the others are not asked.
+            for consumer in sorted(consumers, key=lambda c: -len(sources[c])):
+                self._note_rows(number, consumer, sources[consumer], size, rows)
+                needed_by_all |= {p for p in sources[consumer] if int(rows[consumer, p].all(1).sum()) > 1}
+                if size > 1 and len(needed_by_all) == len(producers):
+                    dense = True
+                    break
+            if dense or all(bool(union(rows[c, p] for c in readers[p]).any(0).all()) for p in producers):
                 break
-        return needs
+        self.known_needs[key] = _Needs({(at[c], at[p]): sets for (c, p), sets in rows.items()}, dense)
+        return _Needs(rows, dense)
 
-    def _note_rows(self, number: int, consumer: int, size: int, rows: dict[tuple[int, int], Tensor]) -> None:
-        calls = self._calls(number)
-        producers = [p for c, p in rows if c == consumer]
+    def _places(self, calls: Sequence[int]) -> tuple[Any, ...]:
+        """Where each of ``calls`` stands within the innermost module call that holds them all."""
+        found = [self.run.calls[index] for index in calls]
+        common = _common_calls(found)
+        if len(common) < 2:  # the whole model, of which there is one
+            return tuple(calls)
+        kind, start = self.run.kind(common[-1]), common[-1].operations.start
+        return tuple((kind, call.operation - start) for call in found)
+
+    def _note_rows(
+        self, number: int, consumer: int, producers: list[int], size: int, rows: dict[tuple[int, int], Tensor]
+    ) -> None:
+        """Add to ``rows`` which rows of ``producers`` each rank's share of a consumer's input was computed from."""
+        outputs = [self._calls(number)[producer].y for producer in producers]
+        found = [
+            rows.setdefault((consumer, p), torch.zeros(size, y.shape[-1], dtype=torch.bool))
+            for p, y in zip(producers, outputs, strict=True)
+        ]
         for rank in range(size):
-            grads = self._gradients(number, consumer, rank, size, [calls[producer].y for producer in producers])
-            for producer, grad in zip(producers, grads, strict=True):
+            grads = self._gradients(number, consumer, rank, size, outputs)
+            for sets, grad in zip(found, grads, strict=True):
                 if grad is not None:
-                    rows[consumer, producer][rank] |= (grad.reshape(-1, grad.shape[-1]) != 0).any(0).cpu()
-            if rank and all(rows[consumer, producer][: rank + 1].all() for producer in producers):
+                    sets[rank] |= (grad.reshape(-1, grad.shape[-1]) != 0).any(0).cpu()
+            if rank and all(sets[: rank + 1].all() for sets in found):
                 # Two ranks that both need everything are no split: the others do not matter.
-                for producer in producers:
-                    rows[consumer, producer][:] = True
+                for sets in found:
+                    sets[:] = True
                 return
 
     def _parameter_needs(self, producers: list[int], consumers: list[int]) -> dict[str, IndexSets]:
@@ -266,14 +303,20 @@ class Analysis:
         for consumer in consumers:
             inside |= self.consumed[consumer]
         inner = {self.parameter_names[id(p)]: p for bit, p in self.parameter_of_bit.items() if inside >> bit & 1}
-        sets = {name: index_sets(parameter.shape, self.size) for name, parameter in inner.items()}
+        common = _common_calls([self.run.calls[index] for index in (*producers, *consumers)])
+        block = f"{common[-1].name}." if common and common[-1].name else ""
         if not inner:
-            return sets
+            return {}
+        key = (self._places((*producers, *consumers)), tuple(name.removeprefix(block) for name in inner))
+        if key in self.known_parameter_needs:
+            return dict(zip(inner, self.known_parameter_needs[key].values(), strict=True))
+        sets = {name: index_sets(parameter.shape, self.size) for name, parameter in inner.items()}
         runs = len(self.runs)  # as many as have shown all rows
         for number, consumer, rank in itertools.product(range(runs), consumers, range(self.size)):
             grads = self._gradients(number, consumer, rank, self.size, list(inner.values()))
             for name, grad in zip(inner, grads, strict=True):
                 note(sets[name], rank, grad)
+        self.known_parameter_needs[key] = sets
         return sets
 
     def _gradients(
@@ -357,16 +400,22 @@ class Analysis:
 
     def _misfit(self, producers: list[int], consumers: list[int]) -> Misfit | None:
         """What to say of a group that this size does not split, if other sizes do."""
-        legal = self._legal_sizes(producers, consumers)
-        return (
-            Misfit(tuple(self._distinct(producers)), tuple(self._names(consumers)), legal) if len(legal) > 1 else None
-        )
+        known = self.known_needs.get((self._places((*producers, *consumers)), len(producers), self.size))
+        legal = self._legal_sizes(producers, consumers) if known is None or not known.dense else (1,)
+        rows = tuple(self._names(consumers))
+        return Misfit(tuple(self._distinct(producers)), rows, legal) if len(legal) > 1 else None
 
     def _legal_sizes(self, producers: list[int], consumers: list[int]) -> tuple[int, ...]:
         """The sizes up to 64 that split this group without cutting a head.
 
         What a rank needs is what the smaller chunks of its share need: only sizes that divide no other are run.
         """
+        key = (self._places((*producers, *consumers)), len(producers))
+        if key not in self.known_legal_sizes:
+            self.known_legal_sizes[key] = self._searched_legal_sizes(producers, consumers)
+        return self.known_legal_sizes[key]
+
+    def _searched_legal_sizes(self, producers: list[int], consumers: list[int]) -> tuple[int, ...]:
         features = [self.run.calls[consumer].x.shape[-1] for consumer in consumers]
         limit = min(*features, _LARGEST_LEGAL_SIZE) if features else 1
         common = [size for size in range(2, limit + 1) if all(count % size == 0 for count in features)]

@@ -128,8 +128,12 @@ class BoundarySplit:
         legal: list[int] = [1]
         most = 0
         dims = {size for parameter in self.parameters.values() for size in parameter.shape}
+        tried: list[int] = []
         for size in range(2, min(max(dims, default=1), limit) + 1):
-            if any(dim % size == 0 for dim in dims):
+            # What a size's divisor cannot split it cannot either.
+            divisors = [divisor for divisor in tried if size % divisor == 0]
+            if any(dim % size == 0 for dim in dims) and all(divisor in legal for divisor in divisors):
+                tried.append(size)
                 cuts = self.cuts(size)
                 if cuts and cuts[0].elements >= most:
                     most = max(most, cuts[0].elements)

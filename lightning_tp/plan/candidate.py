@@ -24,6 +24,10 @@ class Misfit:
     def reason(self, size: int) -> str:
         return f"{size} ranks do not fit; legal sizes: {', '.join(map(str, self.legal_sizes))}"
 
+    @property
+    def members(self) -> set[str]:
+        return {*self.columns, *self.rows}
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -41,7 +45,7 @@ class Candidate:
         entries: Linears outside of it whose outputs enter it past its columns.
         norms: Normalisations over all features between columns and rows.
         random: Whether a dropout lies between columns and rows.
-        misfit: What to say where ranks would share rows of columns and that is not proven: which sizes fit, if any.
+        legal_sizes: The sizes up to 64 that split it without cutting a head.
     """
 
     columns: tuple[Column, ...]
@@ -53,7 +57,7 @@ class Candidate:
     entries: tuple[Entry, ...]
     norms: tuple[str, ...]
     random: bool
-    misfit: Callable[[], Misfit | None] = field(compare=False)
+    legal_sizes: Callable[[], tuple[int, ...]] = field(compare=False)
 
     @property
     def call(self) -> ModuleCall | None:

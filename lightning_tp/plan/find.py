@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_tp.errors import ParallelConfigError, PlanError
 from lightning_tp.plan.candidate import Misfit, Probe
 from lightning_tp.plan.localize import localize
-from lightning_tp.plan.own_products import OwnProducts, boundary_regions, own_products
+from lightning_tp.plan.meta import values_for_meta
+from lightning_tp.plan.own_products import OwnProducts, boundary_legal_sizes, boundary_regions, own_products
 from lightning_tp.plan.probe import probe
 from lightning_tp.plan.sharding_plan import (
     Region,
@@ -40,7 +41,8 @@ def find_plan(
     state, and all random state, are afterwards what they were.
 
     Args:
-        model: Any module; its parameters must hold values.
+        model: Any module. Parameters on the meta device are fine: plans for a model of any size need no memory for
+            its weights (:func:`lightning_tp.parameters_on_meta`).
         example_inputs: A tensor, a tuple of arguments, a dict of keyword arguments, or a callable without arguments
             that runs the model and returns what is computed from it.
         tensor_parallel_size: Ranks that share the model.
@@ -52,13 +54,25 @@ def find_plan(
         ParallelConfigError: the model does not run, or (``unsplittable="error"``) the size does not fit it.
         PlanError: a pattern of ``styles`` matches nothing or cannot be followed.
     """
+    return search_plan(model, example_inputs, tensor_parallel_size, styles, unsplittable)[0]
+
+
+def search_plan(
+    model: nn.Module,
+    example_inputs: Any,
+    size: int,
+    styles: Mapping[str, str] | None,
+    unsplittable: Unsplittable,
+    with_legal_sizes: bool = False,
+) -> tuple[ShardingPlan, list[int]]:
+    """As :func:`find_plan`, and the sizes up to 64 that split what the plan splits, if asked for; 1 is always one."""
     started = time.perf_counter()
     _check_model(model)
     run = model_runner(model, example_inputs)
     with planning(model):
         with randomised_parameters(model):
             try:
-                found = probe(model, run, tensor_parallel_size)
+                found = probe(model, run, size)
             except ParallelConfigError:
                 raise
             except Exception as error:
@@ -68,16 +82,33 @@ def find_plan(
                 ) from error
         if styles is not None:
             _restrict(found, styles)
-        regions = localize(model, found, tensor_parallel_size, run)
+        regions = localize(model, found, size, run)
         own = own_products(model, found, regions)
-        boundaries, misfits = boundary_regions(model, found, own, tensor_parallel_size, styles)
+        boundaries, misfits = boundary_regions(model, found, own, size, styles)
         misfits = [*found.misfits, *misfits]
-        if misfits and styles is None and unsplittable == "error":
-            raise ParallelConfigError(_misfit_message(misfits, tensor_parallel_size))
         regions += boundaries
+        refused = bool(misfits) and styles is None and unsplittable == "error"
+        legal = _legal_sizes(model, found, own, regions, misfits, size) if refused or with_legal_sizes else [1]
+        if refused:
+            raise ParallelConfigError(_misfit_message(misfits, legal, size))
+        plan = _plan(model, found, own, regions, size, time.perf_counter() - started)
     if styles is not None:
         _check_styles_followed(found, styles, regions)
-    return _plan(model, found, own, regions, tensor_parallel_size, time.perf_counter() - started)
+    return plan, legal
+
+
+def _legal_sizes(
+    model: nn.Module, found: Probe, own: OwnProducts, regions: list[Region], misfits: list[Misfit], size: int
+) -> list[int]:
+    """The sizes that split everything that ``regions`` split and ``misfits`` could."""
+    rows = {region.rows for region in regions if region.boundary is None}
+    limits = [candidate.legal_sizes() for candidate in found.candidates if candidate.rows in rows]
+    limits += [misfit.legal_sizes for misfit in misfits]
+    limits += boundary_legal_sizes(model, found, own, regions, size)
+    legal = set(limits[0]) if limits else {1}
+    for limit in limits:
+        legal &= set(limit)
+    return sorted(legal if misfits else {*legal, size})
 
 
 def _plan(
@@ -115,8 +146,6 @@ def _check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ParallelConfigError(f"{name} is a lazy parameter: run the model once before it is split.")
-        if parameter.is_meta:
-            raise ParallelConfigError(f"{name} is on the meta device: give it values before the model is split.")
         if type(parameter) is not nn.Parameter:
             raise ParallelConfigError(
                 f"{name} is a {type(parameter).__name__}: the model is already parallelized or quantized. "
@@ -146,7 +175,7 @@ def planning(model: nn.Module) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the tensors are small
     try:
-        with random_state_kept(), module_state_kept(model), _training_with_gradients(model):
+        with random_state_kept(), values_for_meta(model), module_state_kept(model), _training_with_gradients(model):
             yield
     finally:
         torch.set_num_threads(threads)
@@ -193,16 +222,18 @@ def randomised_parameters(model: nn.Module) -> Iterator[None]:
             parameters[key] = parameter
 
 
-def _misfit_message(misfits: list[Misfit], size: int) -> str:
-    legal = set(misfits[0].legal_sizes)
+def _misfit_message(misfits: list[Misfit], legal: list[int], size: int) -> str:
+    kinds: dict[tuple[int, ...], list[Misfit]] = {}
     for misfit in misfits:
-        legal &= set(misfit.legal_sizes)
-    shown = [f"{', '.join(m.columns)} -> {', '.join(m.rows)}: {list(m.legal_sizes)}" for m in misfits[:4]]
-    more = f" (and {len(misfits) - 4} more)" if len(misfits) > 4 else ""
+        kinds.setdefault(misfit.legal_sizes, []).append(misfit)
+    limits = []
+    for sizes, alike in kinds.items():
+        more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
+        limits.append(f"{', '.join((*alike[0].columns, *alike[0].rows))}{more}: {', '.join(map(str, sizes))}")
     return (
         f"tensor_parallel_size={size} does not fit this model: attention heads or features of some linears are not "
-        f"divisible by it. Legal sizes: {sorted(legal)}. Limited by: {'; '.join(shown)}{more}. Change "
-        'tensor_parallel_size, or pass unsplittable="replicate" to keep these linears whole on every rank.'
+        f"divisible by it. Legal sizes: {legal}. Limited by: {'; '.join(limits)}. Change tensor_parallel_size, or pass "
+        'unsplittable="replicate" to keep these linears whole on every rank.'
     )
 
 

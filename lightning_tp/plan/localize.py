@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_tp.plan.candidate import Candidate, Probe
+from lightning_tp.plan.candidate import Candidate, Misfit, Probe
 from lightning_tp.plan.compare import NotProven
 from lightning_tp.plan.linears import SplittableLinear
 from lightning_tp.plan.prove import RegionProof
@@ -35,7 +35,7 @@ def localize(
     regions: list[Region] = []
     hints = _Hints()
     given = given or {}
-    alone = {id(c): _proven(model, found, [c], size, run, hints, given.get(id(c))) for c in found.candidates}
+    alone = {id(c): _proven_as_before(model, found, c, size, run, hints, given.get(id(c))) for c in found.candidates}
     for candidates in _proven_together(found.candidates, alone):
         proven = [alone[id(candidate)] for candidate in candidates]
         linked = len({candidate.call.name if candidate.call else "" for candidate in candidates}) > 1
@@ -58,10 +58,11 @@ def localize(
             if isinstance(way, _Way) and way.conditional:
                 way = "what its module returns beside its rows' outputs would differ on one rank"
             if isinstance(way, str):
-                misfit = None if candidate.is_complete else candidate.misfit()
-                if misfit is not None and size not in misfit.legal_sizes:
-                    found.misfits.append(misfit)
-                    way = misfit.reason(size)
+                legal = (1,) if candidate.is_complete else candidate.legal_sizes()
+                if len(legal) > 1 and size not in legal:
+                    columns = tuple(column.module for column in candidate.columns)
+                    found.misfits.append(Misfit(columns, candidate.rows, legal))
+                    way = found.misfits[-1].reason(size)
                 for name in candidate.members:
                     found.reasons[name] = way
                 continue
@@ -193,11 +194,72 @@ class _Hints:
 
     Attributes:
         ways: By class the last proven way: changes with the module's name within it, and whether to rescale sizes.
+        proven: By what a module computes and what is split in it: the way, and the module for which it was proven.
         failures: Class and shapes of the modules in which no way was found.
     """
 
     ways: dict[type, tuple[tuple[tuple[str, AttributeChange], ...], bool]] = field(default_factory=dict)
+    proven: dict[Any, tuple[_Way | str, str]] = field(default_factory=dict)
     failures: set[tuple[Any, ...]] = field(default_factory=set)
+
+
+def _proven_as_before(
+    model: nn.Module,
+    found: Probe,
+    candidate: Candidate,
+    size: int,
+    run: Callable[[], Any],
+    hints: _Hints,
+    given: Region | None,
+) -> _Way | str:
+    """:func:`_proven` for one candidate; for repeated blocks the proof of the first one holds."""
+    call = candidate.call
+    if call is None or not call.name or given is not None:
+        return _proven(model, found, [candidate], size, run, hints, given)
+    key = (found.run.kind(call), _placed(candidate, call.name, ""))
+    if key in hints.proven:
+        way, module = hints.proven[key]
+        if isinstance(way, str):
+            return way
+        changes = tuple(replace(c, module=_moved(c.module, module, call.name)) for c in way.attributes)
+        before = [_attribute(model, change) for change in way.attributes]
+        if [_attribute(model, change) for change in changes] == before:
+            norms = tuple(_moved(name, module, call.name) for name in way.norms)
+            return replace(way, attributes=changes, norms=norms)
+    way = _proven(model, found, [candidate], size, run, hints, None)
+    hints.proven[key] = (way, call.name)
+    return way
+
+
+def _moved(name: str, old: str, new: str) -> str:
+    """``name`` with the module ``old`` at its start replaced by ``new``; names of other modules stay."""
+    if name == old or name.startswith(f"{old}."):
+        return f"{new}{name[len(old) :]}" if new else name[len(old) + 1 :]
+    return name
+
+
+def _placed(candidate: Candidate, old: str, new: str) -> Any:
+    """What of a candidate decides how it is run, with its module's name replaced."""
+
+    def names(values: Iterable[str]) -> tuple[str, ...]:
+        return tuple(_moved(value, old, new) for value in values)
+
+    return (
+        tuple((*names([column.module]), column.rows) for column in candidate.columns),
+        names(candidate.rows),
+        tuple(map(names, candidate.inputs)),
+        names(candidate.partial),
+        tuple((*names([shard.parameter]), shard.dim, shard.rows) for shard in candidate.shards),
+        tuple((*names([entry.module]), entry.rows) for entry in candidate.entries),
+        names(candidate.norms),
+    )
+
+
+def _attribute(model: nn.Module, change: AttributeChange) -> Any:
+    """The value that an attribute has in the unsplit model; None where there is none."""
+    holder, _, name = change.attribute.rpartition(".")
+    attributes = vars(model.get_submodule(change.module))
+    return attributes.get(name) if not holder else getattr(attributes.get(holder), name, None)
 
 
 def _proven(

@@ -18,6 +18,8 @@ from lightning_tp.plan.sharding_plan import AttributeChange, Region
 _MOST_PARAMETERS = 64
 """A module with more parameter tensors than this is a whole network; its parts are looked at, not it."""
 _MOST_TRIALS = 60
+_LARGEST = 100_000_000
+"""Elements of a module's parameters that are proven; all gradients of several ranks must be in memory for that."""
 
 
 @dataclass
@@ -90,10 +92,22 @@ def boundary_regions(
     return regions, misfits
 
 
+def boundary_legal_sizes(
+    model: nn.Module, found: Probe, own: OwnProducts, regions: list[Region], size: int
+) -> list[tuple[int, ...]]:
+    """The sizes that split the modules of ``regions`` at their edges, one entry for each kind of module."""
+    users = {region.module for region in regions if region.boundary is not None}
+    kinds = {found.run.kind(found.run.module_calls[user][0]): user for user in users}
+    return [_legal_sizes(model, found, own, user, size) for user in kinds.values()]
+
+
 def _search(model: nn.Module, found: Probe, own: OwnProducts, user: str, size: int) -> BoundarySplit:
     module = model.get_submodule(user)
     if not _is_whole_module(own, user, module):
         raise NotProven("the module that multiplies by it holds other modules that do so")
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    if elements > _LARGEST:
+        raise NotProven(f"its module's {elements:,} parameters are too many to be proven in memory")
     function = local_forward(module)
     calls = found.run.module_calls[user]
     if calls[0].random_calls and function is None:

@@ -44,9 +44,8 @@ def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int) -
     analysis = Analysis(model, linears, traced, tensor_parallel_size, {})
     analysis.find_candidates(settled=[])
     result = analysis.result()
-    left = result.reasons.keys() - analysis.ineligible.keys()
     settled = [candidate for candidate in result.candidates if candidate.is_complete]
-    norms = _norms(model) if left or len(settled) < len(result.candidates) else {}
+    norms = _norms(model) if analysis.has_free_columns() or len(settled) < len(result.candidates) else {}
     if not norms:
         return result
     again = Analysis(model, linears, traced, tensor_parallel_size, norms)
@@ -58,7 +57,7 @@ def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int) -
     ]
     members = {name for new in better for name in new.members}
     kept = [old for old in result.candidates if not old.members & members]
-    misfits = [misfit for misfit in analysis.misfits if not members & {*misfit.columns, *misfit.rows}]
+    misfits = [misfit for misfit in analysis.misfits if not members & misfit.members]
     reasons = {name: reason for name, reason in analysis.reasons.items() if name not in members}
     return Probe(linears, [*kept, *better], misfits, reasons, analysis.run)
 

@@ -133,7 +133,7 @@ def _candidate(region: Region, traced: Run, model: nn.Module) -> Candidate:
         entries=region.entries,
         norms=tuple(norms),
         random=bool(first) and first[-1].random_before > first[0].random_before,
-        misfit=lambda: None,
+        legal_sizes=lambda: (1,),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_tp.plan.meta import compact, is_compact
 from lightning_tp.plan.sharding_plan import AttributeChange
 from lightning_tp.plan.trace import ModuleCall
 
@@ -20,6 +21,8 @@ Slots = list[tuple[nn.Module, str, nn.Parameter]]
 
 def randomised(parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """``parameter`` with noise of its own scale added, so that zeros and ones hide nothing."""
+    if is_compact(parameter):
+        return compact(parameter, dtype, generator)
     value = parameter.detach().to(dtype)
     scale = float(value.std()) if value.numel() > 1 else 0.0
     noise = torch.randn(value.shape, dtype=dtype, generator=generator).to(value.device)

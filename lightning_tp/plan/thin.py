@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_tp.plan.linears import SplittableLinear
 
-_RANK = 8
+_RANK = 4
 
 
 @dataclass(frozen=True)

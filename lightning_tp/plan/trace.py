@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_tp.dropout import without_dropout
 from lightning_tp.plan.graph import copied_objects
 from lightning_tp.plan.linears import PRODUCTS, TRANSPOSES, SplittableLinear, weight_operand
+from lightning_tp.plan.record import Record
 
 _OBSERVERS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__,
@@ -32,6 +33,10 @@ class ModuleCall:
     kwargs: dict[str, Any]
     random_calls: int = 0
     """Dropouts within it (while it runs: before it)."""
+    given: Any = None
+    """Its arguments as the run's record describes them."""
+    operations: range = range(0)
+    """Its part of the run's record."""
 
 
 @dataclass
@@ -53,12 +58,15 @@ class LinearCall:
     y: Tensor
     stack: tuple[ModuleCall, ...]
     random_before: int
+    operation: int
+    """Its place in the run's record."""
 
 
 @dataclass
 class Run:
     """What a traced run has shown."""
 
+    record: Record = field(default_factory=Record)
     calls: list[LinearCall] = field(default_factory=list)
     module_calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
     users: dict[int, set[str]] = field(default_factory=dict)
@@ -73,6 +81,17 @@ class Run:
     outermost: list[Any] = field(default_factory=list)
     """What the outermost module calls have returned."""
     outputs: Any = None
+    _kinds: dict[Any, int] = field(default_factory=dict)
+    _kind_of_call: dict[int, int] = field(default_factory=dict)
+
+    def kind(self, call: ModuleCall) -> int:
+        """A number that calls have in common which compute the same: those of repeated blocks."""
+        if id(call) not in self._kind_of_call:
+            names = {id(p): name for name, p in call.module.named_parameters(remove_duplicate=False)}
+            classes = tuple((name, type(module)) for name, module in call.module.named_modules())
+            computed = self.record.computation(call.operations, call.given, names)
+            self._kind_of_call[id(call)] = self._kinds.setdefault((classes, computed), len(self._kinds))
+        return self._kind_of_call[id(call)]
 
 
 class LinearTrace(TorchFunctionMode):
@@ -98,8 +117,10 @@ class LinearTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(function, "__name__", "") in ("__get__", "__set__"):
             result = function(*args, **kwargs)
-            if id(args[0]) in self._linears and isinstance(result, Tensor) and result._base is not args[0]:
-                self.run.foreign_uses.add(id(args[0]))  # .data
+            if isinstance(result, Tensor):
+                self.run.record.add(function, args, kwargs, result)
+                if id(args[0]) in self._linears and result._base is not args[0]:
+                    self.run.foreign_uses.add(id(args[0]))  # .data
             return result
         args, kwargs, probability = without_dropout(function, args, kwargs)
         self.run.random_calls += probability > 0
@@ -122,10 +143,13 @@ class LinearTrace(TorchFunctionMode):
             self.run.observed.append(args[0])
         with torch.enable_grad():
             if function is Tensor.detach:
-                return args[0].view_as(args[0])
-            if operands is None or linear is None:
-                return function(*args, **kwargs)
-            return self._cut(linear, operands[0])
+                result = args[0].view_as(args[0])
+            elif operands is None or linear is None:
+                result = function(*args, **kwargs)
+            else:
+                result = self._cut(linear, operands[0])
+        self.run.record.add(function, args, kwargs, result)
+        return result
 
     def _cut(self, linear: SplittableLinear, x: Tensor) -> Tensor:
         """What stands for the output of ``linear``, which is not computed."""
@@ -148,6 +172,7 @@ class LinearTrace(TorchFunctionMode):
                 y=y,
                 stack=tuple(self.stack[:-1] if is_own else self.stack),
                 random_before=self.run.random_calls,
+                operation=len(self.run.record),
             )
         )
         return y.clone()
@@ -168,12 +193,14 @@ def module_calls(model: nn.Module, trace: LinearTrace) -> Iterator[None]:
         def enter(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
             # As the module is given them: a cache is filled while it runs.
             given, named = copied_objects((args, kwargs))
-            stack.append(ModuleCall(name, module, given, named, run.random_calls))
+            described, start = run.record.described((args, kwargs)), len(run.record)
+            stack.append(ModuleCall(name, module, given, named, run.random_calls, described, range(start, start)))
             run.module_calls.setdefault(name, []).append(stack[-1])
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             call = stack.pop()
             call.random_calls = run.random_calls - call.random_calls
+            call.operations = range(call.operations.start, len(run.record))
             if not stack:
                 run.outermost.append(output)
 
