@@ -60,9 +60,11 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _data_parallel_placement(parameter: nn.Parameter) -> Shard | None:
-    """Fused weights are sharded over their other dim, since torch cannot reassemble nested strides over one."""
+    """Fused weights and uneven shards are sharded over their other dim: torch cannot reassemble two over one."""
     if isinstance(parameter, DTensor):
         placement = parameter.placements[-1]
+        if isinstance(placement, Shard) and parameter.shape[placement.dim] % parameter.device_mesh.size():
+            return Shard(1 - placement.dim)
         if not isinstance(placement, (Shard, Replicate)):
             return Shard(1 - placement.dim)  # type: ignore[attr-defined]
     return None

@@ -50,8 +50,9 @@ from lightning_tp.parallel.apply import parallelize
 from lightning_tp.parallel.local_parameters import parallel_state
 from lightning_tp.parallel.summary import ParameterSummary, summarize_parameters
 from lightning_tp.plan.agree import PlanSource, agreed_plan
-from lightning_tp.plan.find import Unsplittable
+from lightning_tp.plan.find import SearchOptions, Unsplittable
 from lightning_tp.plan.sharding_plan import ShardingPlan
+from lightning_tp.plan.vocabulary import VocabularyParallel
 
 SUPPORTED_PRECISION = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -70,9 +71,11 @@ class TensorParallelStrategy(ParallelStrategy):
         data_parallel_size: Copies of the model, each sharded by FSDP2. "auto" takes what ``tensor_parallel_size``
             leaves; with both "auto" it is the number of nodes.
         plan: "auto" finds one; a path or a :class:`ShardingPlan` is used as it is, without running the model; a
-            mapping of module name patterns to "column", "row" or "replicate" is found and proven within these limits.
+            mapping of module name patterns to "column", "row", "split", "vocabulary" or "replicate" is found and proven
+            within these limits.
         unsplittable: "error" refuses a model of which some linears could be split at other sizes only; "replicate"
             keeps them whole.
+        vocabulary_parallel: Whether embeddings and output heads are split over the vocabulary: "auto" where that pays.
         timeout: Seconds after which a collective that does not end is an error.
         process_group_backend: "nccl", "gloo", ...; by default what fits the device.
         start_method: "popen" runs the script again for every rank; "fork", "spawn" and "forkserver" start processes of
@@ -90,6 +93,7 @@ class TensorParallelStrategy(ParallelStrategy):
         data_parallel_size: AxisSize = "auto",
         plan: PlanSource = "auto",
         unsplittable: Unsplittable = "error",
+        vocabulary_parallel: VocabularyParallel = "auto",
         timeout: float = 1800.0,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -108,6 +112,10 @@ class TensorParallelStrategy(ParallelStrategy):
         )
         if unsplittable not in ("error", "replicate"):
             raise ParallelConfigError(f'unsplittable must be "error" or "replicate", not {unsplittable!r}.')
+        if vocabulary_parallel not in ("auto", True, False):
+            raise ParallelConfigError(
+                f'vocabulary_parallel must be "auto", True or False, not {vocabulary_parallel!r}.'
+            )
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ParallelConfigError(
                 f'start_method must be "popen", "spawn", "fork" or "forkserver", not {start_method!r}.'
@@ -115,14 +123,14 @@ class TensorParallelStrategy(ParallelStrategy):
         if not isinstance(plan, (str, os.PathLike, Mapping, ShardingPlan)):
             raise ParallelConfigError(
                 'plan must be "auto", the path of a saved plan, a ShardingPlan, or a mapping of name patterns to '
-                f'"column", "row" or "replicate", not {plan!r}.'
+                f'"column", "row", "split", "vocabulary" or "replicate", not {plan!r}.'
             )
         if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or timeout <= 0:
             raise ParallelConfigError(f"timeout must be a positive number of seconds, not {timeout!r}.")
         self.num_nodes = 1
         self._tensor_parallel_size, self._data_parallel_size = tensor_parallel_size, data_parallel_size
         self._plan_source = plan
-        self._unsplittable: Unsplittable = unsplittable
+        self._search_options = SearchOptions(unsplittable, vocabulary_parallel)
         self._timeout = timedelta(seconds=timeout)
         self._process_group_backend = process_group_backend
         self._start_method = start_method
@@ -301,7 +309,7 @@ class TensorParallelStrategy(ParallelStrategy):
     def _agreed_plan(self, trainer: pl.Trainer) -> ShardingPlan:
         # An error of planning is rank zero's to tell; the other ranks leave without a word and are no failure.
         self._refusing = True
-        plan = agreed_plan(trainer, self.layout, self._plan_source, self._unsplittable)
+        plan = agreed_plan(trainer, self.layout, self._plan_source, self._search_options)
         self._refusing = False
         return plan
 

@@ -15,7 +15,7 @@ from lightning_tp.testing import RankPool
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks2() -> Iterator[RankPool]:
     """Two gloo ranks; see `RankPool`."""
     pool = RankPool(2)
@@ -23,7 +23,7 @@ def ranks2() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks4() -> Iterator[RankPool]:
     """Four gloo ranks; see `RankPool`."""
     pool = RankPool(4)

@@ -18,7 +18,7 @@ from lightning_tp.inspection.explain import explain
 from lightning_tp.inspection.folding import fold, labels, without_indices
 from lightning_tp.inspection.roles import parameter_roles
 from lightning_tp.inspection.summary import folded_regions, folded_whole
-from lightning_tp.plan.find import search_plan
+from lightning_tp.plan.find import SearchOptions, search_plan
 from tests.models import LENGTH, WIDTH, FeedForward, SelfAttention, Stack
 
 ROOT = Path(__file__).parent.parent
@@ -544,7 +544,7 @@ def test_legal_sizes_are_those_of_uncut_heads_and_leave_the_model_as_it_was(head
     model = Stack(SelfAttention(heads=4), FeedForward(), SelfAttention("slice", heads=heads)).eval()
     x = torch.randn(2, LENGTH, WIDTH)
     before = torch.get_rng_state()
-    plan, legal = search_plan(model, x, 2, None, "error", with_legal_sizes=True)
+    plan, legal = search_plan(model, x, 2, None, SearchOptions(), with_legal_sizes=True)
     assert plan.regions and legal == sizes
     assert torch.equal(before, torch.get_rng_state())
     assert not model.training
@@ -552,7 +552,7 @@ def test_legal_sizes_are_those_of_uncut_heads_and_leave_the_model_as_it_was(head
 
 def test_a_model_of_which_nothing_is_split() -> None:
     model = nn.Linear(4, 4)
-    plan, legal = search_plan(model, torch.randn(2, 4), 2, None, "error", with_legal_sizes=True)
+    plan, legal = search_plan(model, torch.randn(2, 4), 2, None, SearchOptions(), with_legal_sizes=True)
     assert legal == [1, 2]
     assert folded_regions(plan) == []
     roles = parameter_roles(model, plan)

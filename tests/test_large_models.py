@@ -82,8 +82,9 @@ def test_a_large_model_needs_no_memory_for_its_weights() -> None:
     with lightning_tp.parameters_on_meta():
         model = LlamaForCausalLM._from_config(HUGE)
     plan = lightning_tp.find_plan(model, tokens(), 8)
-    assert len(plan.regions) == 8
-    split = plan.regions[0].columns
+    assert len(plan.regions) == 10
+    assert plan.split_share == 1.0  # with the output head
+    split = plan.regions[1].columns
     assert [len(column.row_indices(0)) for column in split] == [1024, 128, 128]
     assert max(region.error for region in plan.regions) < 1e-12
 

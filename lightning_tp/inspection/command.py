@@ -17,8 +17,11 @@ from lightning_tp.inspection.sources import opened
 from lightning_tp.inspection.subject import InspectError
 from lightning_tp.inspection.summary import folded_regions, folded_whole
 from lightning_tp.inspection.tp_plan import compare_with_tp_plan
-from lightning_tp.plan.find import search_plan
+from lightning_tp.plan.find import SearchOptions, search_plan
+from lightning_tp.plan.vocabulary import VocabularyParallel
 from lightning_tp.verify import add_config_arguments
+
+_VOCABULARY_PARALLEL: dict[str, VocabularyParallel] = {"auto": "auto", "true": True, "false": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("error", "replicate"),
         default="error",
         help="what to do with linears that other sizes split but not this one (%(default)s)",
+    )
+    parser.add_argument(
+        "--vocabulary-parallel",
+        choices=_VOCABULARY_PARALLEL,
+        default="auto",
+        help="whether embeddings and output heads are split over the vocabulary (%(default)s: where that pays)",
     )
     parser.add_argument("--inputs", metavar="MODULE:CALLABLE", help="a callable that gives example inputs of the model")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
@@ -76,9 +85,8 @@ def _inspect(arguments: argparse.Namespace, overrides: Sequence[str]) -> Inspect
         with opened(arguments, overrides) as subject:
             model = subject.model
             print(f"planning {type(model).__name__} for {arguments.tp} ranks ...", file=sys.stderr)
-            plan, sizes = search_plan(
-                model, subject.run, arguments.tp, None, arguments.unsplittable, with_legal_sizes=True
-            )
+            options = SearchOptions(arguments.unsplittable, _VOCABULARY_PARALLEL[arguments.vocabulary_parallel])
+            plan, sizes = search_plan(model, subject.run, arguments.tp, None, options, with_legal_sizes=True)
     except ParallelConfigError as error:
         raise InspectError(str(error)) from error
     roles = parameter_roles(model, plan)

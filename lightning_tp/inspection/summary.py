@@ -107,6 +107,8 @@ def _columns(region: Region) -> tuple[str, ...]:
 def _rows(region: Region) -> tuple[str, ...]:
     if region.boundary is not None:
         return ("sum of its results",)
+    if region.vocabulary is not None:
+        return tuple(f"{name}: all words gathered" for name in region.vocabulary.heads)
     return tuple(labels(relative(name, place(region)) for name in region.rows))
 
 

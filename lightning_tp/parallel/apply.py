@@ -42,9 +42,10 @@ from lightning_tp.parallel.local_parameters import (
 )
 from lightning_tp.parallel.random import RankRandomness
 from lightning_tp.parallel.torch_modules import local_forward, without_fused_paths
+from lightning_tp.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, VocabularyRole, local_padding
 from lightning_tp.plan.linears import feature_changes, linear_adapter
 from lightning_tp.plan.norms import Norm, recognised_norm
-from lightning_tp.plan.sharding_plan import Column, Region, ShardingPlan, Split
+from lightning_tp.plan.sharding_plan import Column, Region, ShardingPlan, Split, word_ranges
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,28 @@ def _check_parameters(model: nn.Module, plan: ShardingPlan, size: int) -> None:
         for name in region.norms:
             if recognised_norm(modules[name]) is None:
                 raise PlanError(f"The plan splits the normalisation {name}, which is none that is known.")
+        if region.vocabulary is not None:
+            _check_vocabulary(model, region, size)
         if region.boundary is not None and region.found_by == "adapter" and not local_forward(modules[region.module]):
             raise PlanError(f"The plan splits {region.module} in a way that its class has not.")
+
+
+def _check_vocabulary(model: nn.Module, region: Region, size: int) -> None:
+    """Raise unless all holders of the table of ``region`` take part, and each rank has the words that it must have."""
+    assert region.vocabulary is not None
+    parameters = dict(model.named_parameters())
+    table = parameters[region.shards[0].parameter] if region.shards else None
+    members = region.vocabulary.members
+    holders = {name for name, module in model.named_modules() if any(p is table for p in module._parameters.values())}
+    if table is None or holders != set(members):
+        raise PlanError(f"The plan splits the words of {', '.join(members)}, but {sorted(holders)} hold the table.")
+    for shard in region.shards:
+        if shard.dim != 0 or shard.rows != word_ranges(table.shape[0], size):
+            raise PlanError(f"The plan's words of {shard.parameter} are not those that {size} ranks have.")
+    for name in region.vocabulary.heads:
+        adapter = linear_adapter(model.get_submodule(name))
+        if adapter is None or adapter.output_dim != 0:
+            raise PlanError(f"The plan splits the words of {name}, which is no plain linear.")
 
 
 def refuse_hidden_references(model: nn.Module) -> None:
@@ -236,8 +257,9 @@ def _holdings(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, data_paral
 def _split_holding(parameter: Tensor, split: Split, dim: int, rank: int, data_parallel: int) -> Holding:
     indices = (dim, torch.tensor(split.row_indices(rank), device=parameter.device))
     placement = split_placement(split, parameter.shape[dim], dim)
-    if isinstance(placement, _StridedShard) and data_parallel > 1 and dim == 0:
-        # FSDP shards dim 0 again, and torch cannot put nested strides back in order; another dim it can.
+    uneven = len({len(split.row_indices(rank)) for rank in range(len(split.rows))}) > 1
+    if (isinstance(placement, _StridedShard) or uneven) and data_parallel > 1 and dim == 0:
+        # FSDP shards dim 0 again, and torch cannot put that back in order; another dim it can.
         other = 1 - dim
         if parameter.dim() < 2 or parameter.shape[other] % data_parallel:
             placement = None
@@ -249,8 +271,11 @@ def _split_holding(parameter: Tensor, split: Split, dim: int, rank: int, data_pa
 def split_placement(split: Split, features: int, dim: int) -> Placement | None:
     """The DTensor placement whose local tensors are the ranks' rows; None where torch has none."""
     size = len(split.rows)
-    if not split.is_sharded or features % size:
+    if not split.is_sharded:
         return None
+    share = -(-features // size)
+    if all(ranges == ((rank * share, min((rank + 1) * share, features)),) for rank, ranges in enumerate(split.rows)):
+        return Shard(dim)
     for sections in range(1, max(len(ranges) for ranges in split.rows) + 1):
         if features % (size * sections):
             continue
@@ -326,9 +351,14 @@ def _rewrite_modules(
     by_module: dict[str, list[_RunningRegion]] = {}
     for region in plan.regions:
         running = _RunningRegion(model, region, mesh, group)
-        by_module.setdefault(region.module, []).append(running)
+        if region.vocabulary is None:
+            by_module.setdefault(region.module, []).append(running)
         for name, role, mixin in running.roles(model):
             states.setdefault(name, ParallelState(scope)).role = role
+            mixins.setdefault(name, []).append(mixin)
+        for name, role, mixin, changed in running.words(model):
+            states.setdefault(name, ParallelState(scope)).role = role
+            states[name].attributes.append(LocalAttributes(role.scope, changed))
             mixins.setdefault(name, []).append(mixin)
         for entry in region.entries:
             features = torch.tensor(entry.row_indices(0), device=running.device)
@@ -370,6 +400,20 @@ class _RunningRegion:
             function = local_forward(model.get_submodule(region.module)) if region.found_by == "adapter" else None
             role = BoundaryRole(self.group, self.rank, self.size, function, self.randomness)
             yield region.module, role, BoundaryParallel
+
+    def words(self, model: nn.Module) -> Iterator[tuple[str, VocabularyRole, type, dict[str, Any]]]:
+        """Name, role, mixin and local attributes of the modules that share a table of words."""
+        if self.region.vocabulary is None:
+            return
+        table = self.region.shards[0]
+        ((first, stop),) = table.rows[self.rank]
+        words = max(last for ((_, last),) in table.rows)
+        for name in self.region.vocabulary.embeddings:
+            padding = local_padding(getattr(model.get_submodule(name), "padding_idx", None), first, stop)
+            role = VocabularyRole(self.group, first, stop, words, Scope())
+            yield name, role, VocabularyEmbedding, {"padding_idx": padding}
+        for name in self.region.vocabulary.heads:
+            yield name, VocabularyRole(self.group, first, stop, words, Scope()), VocabularyHead, {}
 
 
 def _region_role(name: str, regions: list[_RunningRegion], rank: int, group: dist.ProcessGroup) -> RegionRole:

@@ -5,10 +5,12 @@ function   forward             backward
 =========  ==================  ===================
 copy       identity            all-reduce
 reduce     all-reduce          identity
+gather     all-gather          own part
 =========  ==================  ===================
 
 ``copy`` stands where a tensor that all ranks hold enters a region, ``reduce`` where partial sums leave it (the
-conjugate pair f and g of Megatron-LM, arXiv:1909.08053, section 3).
+conjugate pair f and g of Megatron-LM, arXiv:1909.08053, section 3). ``gather`` stands where features that ranks have
+computed leave it as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -62,6 +65,20 @@ def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Reduce.apply(x, group)
 
 
+def gather_features(x: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
+    """Put the ranks' chunks of the last dim together; all but the last ranks have ``ceil(features/ranks)`` of it.
+
+    Args:
+        x: ``[..., features of this rank]``.
+        features: size of the whole dim.
+        group: the tensor-parallel group.
+
+    Returns:
+        ``[..., features]``, equal on every rank. Its gradient must be so too: each rank takes its own part.
+    """
+    return _GatherFeatures.apply(x, features, group)
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, in_place: bool) -> Tensor:
@@ -95,6 +112,31 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
+        size = dist.get_world_size(group)
+        share = -(-features // size)
+        ctx.start, ctx.length = dist.get_rank(group) * share, x.shape[-1]
+        padded = F.pad(x, (0, share - x.shape[-1])) if x.shape[-1] < share else x
+        parts = _all_gather(padded.contiguous(), size, group).unbind(0)
+        lengths = [min(share, features - rank * share) for rank in range(size)]
+        return torch.cat([part.narrow(-1, 0, length) for part, length in zip(parts, lengths, strict=True)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.narrow(-1, ctx.start, ctx.length), None, None
+
+
+def _all_gather(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """``x [...]`` of all ranks: ``[size, ...]``."""
+    if torch.compiler.is_compiling():
+        return functional_collectives.all_gather_tensor(x.unsqueeze(0), 0, group)
+    gathered = x.new_empty(size * x.numel())
+    dist.all_gather_into_tensor(gathered, x.view(-1), group=group)
+    return gathered.view(size, *x.shape)
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

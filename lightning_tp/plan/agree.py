@@ -13,14 +13,14 @@ from lightning_tp.layout import ParallelLayout
 from lightning_tp.parallel.apply import check_plan, refuse_hidden_references
 from lightning_tp.parallel.local_parameters import parallel_state
 from lightning_tp.plan.example import example_run
-from lightning_tp.plan.find import Unsplittable, find_plan
+from lightning_tp.plan.find import SearchOptions, search_plan
 from lightning_tp.plan.sharding_plan import ShardingPlan
 
 PlanSource = Literal["auto"] | str | os.PathLike[str] | Mapping[str, str] | ShardingPlan
 
 
 def agreed_plan(
-    trainer: pl.Trainer, layout: ParallelLayout, source: PlanSource, unsplittable: Unsplittable
+    trainer: pl.Trainer, layout: ParallelLayout, source: PlanSource, options: SearchOptions
 ) -> ShardingPlan:
     """The plan for the trainer's LightningModule, the same on every rank. Collective.
 
@@ -32,7 +32,7 @@ def agreed_plan(
     """
     state = parallel_state(trainer.lightning_module)
     if state is None:
-        return run_on_rank_zero(lambda: _plan(trainer, layout.tensor_parallel_size, source, unsplittable))
+        return run_on_rank_zero(lambda: _plan(trainer, layout.tensor_parallel_size, source, options))
     sizes = (layout.data_parallel_size, layout.tensor_parallel_size)
     if state.plan is None or state.mesh_sizes != sizes:
         raise_on_rank_zero(
@@ -47,7 +47,7 @@ def agreed_plan(
     return state.plan
 
 
-def _plan(trainer: pl.Trainer, size: int, source: PlanSource, unsplittable: Unsplittable) -> ShardingPlan:
+def _plan(trainer: pl.Trainer, size: int, source: PlanSource, options: SearchOptions) -> ShardingPlan:
     module = trainer.lightning_module
     refuse_hidden_references(module)
     if isinstance(source, (ShardingPlan, os.PathLike)) or (isinstance(source, str) and source != "auto"):
@@ -57,4 +57,4 @@ def _plan(trainer: pl.Trainer, size: int, source: PlanSource, unsplittable: Unsp
     if size == 1:
         return ShardingPlan(tensor_parallel_size=1)
     styles = None if isinstance(source, str) else source
-    return find_plan(module, example_run(trainer), size, styles=styles, unsplittable=unsplittable)
+    return search_plan(module, example_run(trainer), size, styles, options)[0]

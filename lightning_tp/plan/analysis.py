@@ -94,7 +94,15 @@ class Analysis:
                 self.reasons.pop(name, None)
             else:
                 self.reasons.setdefault(name, "its output is returned whole")
-        return Probe(self.linears, self.candidates, self.misfits, self.reasons, self.run)
+        consumed = 0
+        for mask in self.consumed:
+            consumed |= mask
+        inner = {call.owner for index, call in enumerate(self.run.calls) if consumed >> index & 1}
+        called = dict.fromkeys(call.owner for call in self.run.calls if call.owner is not None)
+        finals = [name for name in called if name not in inner]
+        readers = {self.parameter_names[key]: found for key, found in self.run.readers.items()
+                   if key in self.parameter_names}  # fmt: skip
+        return Probe(self.linears, self.candidates, self.misfits, self.reasons, self.run, finals, readers)
 
     def has_free_columns(self) -> bool:
         """Whether a component was rejected of which some producer is in no candidate."""

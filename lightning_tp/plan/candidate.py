@@ -96,6 +96,8 @@ class Probe:
         misfits: What other sizes could split.
         reasons: For each linear that is in no candidate: why.
         run: The traced run.
+        finals: The linears whose output no other linear is computed from, unless their weight is used elsewhere.
+        readers: For each parameter the innermost modules whose code reads it.
     """
 
     linears: dict[str, SplittableLinear]
@@ -103,6 +105,8 @@ class Probe:
     misfits: list[Misfit]
     reasons: dict[str, str]
     run: Run
+    finals: list[str] = field(default_factory=list)
+    readers: dict[str, set[str]] = field(default_factory=dict)
 
     def by_hand(self, linear: str) -> bool:
         """Whether code uses a linear's weight past the linear's own forward, and nothing else keeps it whole."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -23,8 +24,10 @@ from lightning_tp.plan.sharding_plan import (
     ShardingPlan,
 )
 from lightning_tp.plan.state import module_state_kept, random_state_kept
+from lightning_tp.plan.vocabulary import Vocabularies, VocabularyParallel
 
 Unsplittable = Literal["error", "replicate"]
+_STYLES = ("column", "row", "split", "vocabulary", "replicate")
 
 
 def find_plan(
@@ -34,6 +37,7 @@ def find_plan(
     *,
     styles: Mapping[str, str] | None = None,
     unsplittable: Unsplittable = "error",
+    vocabulary_parallel: VocabularyParallel = "auto",
 ) -> ShardingPlan:
     """Find what of ``model`` can be split over ``tensor_parallel_size`` ranks, and prove it.
 
@@ -46,15 +50,27 @@ def find_plan(
         example_inputs: A tensor, a tuple of arguments, a dict of keyword arguments, or a callable without arguments
             that runs the model and returns what is computed from it.
         tensor_parallel_size: Ranks that share the model.
-        styles: Module name patterns (``*`` matches anything) to "column", "row" or "replicate". If given, only
-            linears matched as column or row are split, and each of them must be.
+        styles: Module name patterns (``*`` matches anything) to "column", "row", "split" (a module at its edges),
+            "vocabulary" (an embedding or output head over its words) or "replicate". If given, only what is matched
+            is split, and each of it must be.
         unsplittable: What to do with linears that other sizes could split but not this one.
+        vocabulary_parallel: Whether embeddings and output heads are split over the vocabulary, even or not: "auto"
+            where that pays.
 
     Raises:
         ParallelConfigError: the model does not run, or (``unsplittable="error"``) the size does not fit it.
         PlanError: a pattern of ``styles`` matches nothing or cannot be followed.
     """
-    return search_plan(model, example_inputs, tensor_parallel_size, styles, unsplittable)[0]
+    options = SearchOptions(unsplittable, vocabulary_parallel)
+    return search_plan(model, example_inputs, tensor_parallel_size, styles, options)[0]
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What is done with linears that another size could split, and whether tables of words are split."""
+
+    unsplittable: Unsplittable = "error"
+    vocabulary_parallel: VocabularyParallel = "auto"
 
 
 def search_plan(
@@ -62,7 +78,7 @@ def search_plan(
     example_inputs: Any,
     size: int,
     styles: Mapping[str, str] | None,
-    unsplittable: Unsplittable,
+    options: SearchOptions,
     with_legal_sizes: bool = False,
 ) -> tuple[ShardingPlan, list[int]]:
     """As :func:`find_plan`, and the sizes up to 64 that split what the plan splits, if asked for; 1 is always one."""
@@ -87,13 +103,16 @@ def search_plan(
         boundaries, misfits = boundary_regions(model, found, own, size, styles)
         misfits = [*found.misfits, *misfits]
         regions += boundaries
-        refused = bool(misfits) and styles is None and unsplittable == "error"
+        refused = bool(misfits) and styles is None and options.unsplittable == "error"
         legal = _legal_sizes(model, found, own, regions, misfits, size) if refused or with_legal_sizes else [1]
         if refused:
             raise ParallelConfigError(_misfit_message(misfits, legal, size))
-        plan = _plan(model, found, own, regions, size, time.perf_counter() - started)
+        wanted = None if styles is None else lambda name: _style_of(name, styles) == "vocabulary"
+        vocabularies = Vocabularies(model, found, regions, size, options.vocabulary_parallel, wanted)
+        regions += vocabularies.regions
+        plan = _plan(model, found, own, vocabularies, regions, size, time.perf_counter() - started)
     if styles is not None:
-        _check_styles_followed(found, styles, regions)
+        _check_styles_followed(found, styles, regions, vocabularies)
     return plan, legal
 
 
@@ -112,20 +131,33 @@ def _legal_sizes(
 
 
 def _plan(
-    model: nn.Module, found: Probe, own: OwnProducts, regions: list[Region], size: int, seconds: float
+    model: nn.Module,
+    found: Probe,
+    own: OwnProducts,
+    vocabularies: Vocabularies,
+    regions: list[Region],
+    size: int,
+    seconds: float,
 ) -> ShardingPlan:
     split = {name for region in regions for name in (*(column.module for column in region.columns), *region.rows)}
+    split |= {name for region in regions if region.vocabulary for name in region.vocabulary.members}
     shards = {shard.parameter for region in regions for shard in region.shards}
     parameters = dict(model.named_parameters())
+    reasons = {**found.reasons, **vocabularies.reasons}
     by_hand = {f"{name}.{key}" for name, linear in found.linears.items() for key in linear.module._parameters}
     whole = [
-        Replicated(name, linear.parameters, found.reasons.get(name, "not split"))
+        Replicated(name, linear.parameters, reasons.get(name, "not split"))
         for name, linear in found.linears.items()
         if name not in split and f"{name}.weight" not in shards
     ]
     others = {name: reason for name, reason in own.reasons.items() if name not in by_hand}
     whole += [
         Replicated(name, parameters[name].numel(), reason) for name, reason in others.items() if name not in shards
+    ]
+    whole += [
+        Replicated(name, model.get_submodule(name).weight.numel(), reason, is_table=True)  # type: ignore[operator]
+        for name, reason in vocabularies.reasons.items()
+        if name not in found.linears
     ]
     sharded_columns = [
         found.linears[column.module].parameters for region in regions for column in region.columns if column.is_sharded
@@ -201,13 +233,17 @@ def _training_with_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def randomised_parameters(model: nn.Module) -> Iterator[None]:
-    """Small vectors (biases, gains, scales) stand at random values: a zero among them would hide what depends on it."""
+    """Small vectors (biases, gains, scales) stand at random values: a zero among them would hide what depends on it.
+
+    Tables that are normalised in place when words are looked up in them stand at copies.
+    """
     generator = torch.Generator().manual_seed(0)
     changed: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     stand_ins: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
-            if parameter is None or parameter.dim() > 1 or not parameter.is_floating_point():
+            renormalised = getattr(module, "max_norm", None) is not None
+            if parameter is None or not parameter.is_floating_point() or (parameter.dim() > 1 and not renormalised):
                 continue
             if id(parameter) not in stand_ins:
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
@@ -243,13 +279,13 @@ def _style_of(name: str, styles: Mapping[str, str]) -> str | None:
 
 def _restrict(found: Probe, styles: Mapping[str, str]) -> None:
     """Keep the candidates that ``styles`` asks for."""
-    unknown = sorted({style for style in styles.values()} - {"column", "row", "split", "replicate"})
+    unknown = sorted(set(styles.values()) - set(_STYLES))
     if unknown:
-        raise PlanError(f'Unknown style {unknown[0]!r} in the plan. Legal: "column", "row", "split", "replicate".')
+        raise PlanError(f"Unknown style {unknown[0]!r} in the plan. Legal: {', '.join(map(repr, _STYLES))}.")
     for pattern, style in styles.items():
-        names = found.run.module_calls if style == "split" else found.linears
+        names = found.run.module_calls if style in ("split", "vocabulary") else found.linears
         if not any(fnmatchcase(name, pattern) for name in names):
-            kind = "module" if style == "split" else "linear"
+            kind = "linear" if names is found.linears else "module"
             near = ", ".join(list(names)[:8])
             raise PlanError(
                 f"The pattern {pattern!r} of the plan matches no {kind} of the model. Its {kind}s are: {near}"
@@ -263,11 +299,17 @@ def _restrict(found: Probe, styles: Mapping[str, str]) -> None:
                 found.reasons[name] = "the given plan does not split its group"
 
 
-def _check_styles_followed(found: Probe, styles: Mapping[str, str], regions: list[Region]) -> None:
+def _check_styles_followed(
+    found: Probe, styles: Mapping[str, str], regions: list[Region], vocabularies: Vocabularies
+) -> None:
     columns = {column.module for region in regions for column in region.columns}
     rows = {row for region in regions for row in region.rows}
     modules = {region.module for region in regions if region.boundary is not None}
+    words = {name for region in regions if region.vocabulary for name in region.vocabulary.members}
     for name in found.run.module_calls:
+        if _style_of(name, styles) == "vocabulary" and name not in words:
+            reason = vocabularies.reasons.get(name, "it is no embedding and no output head")
+            raise PlanError(f"The plan asks to split the words of {name}, but {reason}. Change the plan for {name}.")
         if _style_of(name, styles) == "split" and name not in modules:
             raise PlanError(
                 f"The plan asks to split {name} at its edges, but that was not proven. Change the plan for {name}; "

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int) -
     kept = [old for old in result.candidates if not old.members & members]
     misfits = [misfit for misfit in analysis.misfits if not members & misfit.members]
     reasons = {name: reason for name, reason in analysis.reasons.items() if name not in members}
-    return Probe(linears, [*kept, *better], misfits, reasons, analysis.run)
+    return replace(result, candidates=[*kept, *better], misfits=misfits, reasons=reasons)
 
 
 def _norms(model: nn.Module) -> dict[str, Norm]:

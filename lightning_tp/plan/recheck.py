@@ -19,6 +19,7 @@ from lightning_tp.plan.localize import localize
 from lightning_tp.plan.norms import recognised_norm
 from lightning_tp.plan.sharding_plan import Region, ShardingPlan
 from lightning_tp.plan.trace import LinearTrace, ModuleCall, Run, module_calls
+from lightning_tp.plan.vocabulary import prove_lookup
 
 
 def prove_plan(model: nn.Module, example_inputs: Any, plan: ShardingPlan) -> None:
@@ -58,8 +59,10 @@ def _traced(model: nn.Module, linears: Mapping[str, SplittableLinear], run: Call
 
 
 def _boundary_faults(model: nn.Module, plan: ShardingPlan, traced: Run) -> dict[str, str]:
-    faults = {}
+    faults: dict[str, str] = {}
     for region in plan.regions:
+        if region.vocabulary is not None:
+            faults |= _lookup_faults(model, region, traced)
         if region.boundary is None:
             continue
         module = model.get_submodule(region.module)
@@ -80,6 +83,22 @@ def _boundary_faults(model: nn.Module, plan: ShardingPlan, traced: Run) -> dict[
     return faults
 
 
+def _lookup_faults(model: nn.Module, region: Region, traced: Run) -> dict[str, str]:
+    assert region.vocabulary is not None
+    members = region.vocabulary.members
+    try:
+        for shard in region.shards:
+            others = sorted(traced.readers.get(id(model.get_parameter(shard.parameter)), set()) - set(members))
+            if others:
+                raise NotProven(f"{others[0] or 'the model'} reads {shard.parameter} past the module that holds it")
+        for name in region.vocabulary.embeddings:
+            for call in traced.module_calls.get(name, [])[:2]:
+                prove_lookup(model, name, call, region.shards[0].rows)
+    except NotProven as fault:
+        return {region.module: str(fault)}
+    return {}
+
+
 _RANDOM = "the plan is wrong about whether a dropout lies in it"
 
 
@@ -90,7 +109,7 @@ def _region_faults(
     traced: Run,
     run: Callable[[], Any],
 ) -> dict[str, str]:
-    given = [region for region in plan.regions if region.boundary is None]
+    given = [region for region in plan.regions if region.boundary is None and region.vocabulary is None]
     candidates = [_candidate(region, traced, model) for region in given]
     found = Probe(dict(linears), candidates, [], {}, traced)
     by_candidate = {id(candidate): region for candidate, region in zip(candidates, given, strict=True)}

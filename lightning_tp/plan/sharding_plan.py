@@ -14,7 +14,7 @@ import yaml
 
 from lightning_tp.errors import PlanError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges ``(start, stop)`` of the output rows of a linear, ascending."""
@@ -124,6 +124,23 @@ class Boundary:
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """Modules that share a table of words, which is split over its words.
+
+    Attributes:
+        embeddings: Names of the embeddings; each costs one all-reduce forward.
+        heads: Names of the output heads; each costs one all-gather forward and one all-reduce backward.
+    """
+
+    embeddings: tuple[str, ...]
+    heads: tuple[str, ...]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.embeddings + self.heads
+
+
+@dataclass(frozen=True)
 class AttributeChange:
     """An integer that the region's own code reads, and its value on one rank.
 
@@ -174,6 +191,7 @@ class Region:
         arguments: Arguments of the module of which each rank takes its part.
         norms: Normalisations over features that are split: their statistics are summed over the ranks.
         boundary: For a region whose communication stands at its module's edges; it has no columns and rows.
+        vocabulary: For a table of words, which is the first of its ``shards``; it has no columns and rows.
         random: Whether random numbers are drawn inside the region (dropout): they then differ between ranks.
         found_by: How the local code was found: "as is", "attributes", "sizes" or "adapter".
         error: Largest relative difference of the proof, over outputs and gradients.
@@ -191,6 +209,7 @@ class Region:
     arguments: tuple[ArgumentSlice, ...] = ()
     norms: tuple[str, ...] = ()
     boundary: Boundary | None = None
+    vocabulary: Vocabulary | None = None
     random: bool = False
     found_by: str = "as is"
     error: float = 0.0
@@ -209,11 +228,13 @@ class Replicated:
         module: Name of the linear, or of the parameter.
         parameters: Number of its parameters.
         reason: Why it is not split.
+        is_table: Whether it is an embedding, which code looks up in, and which is no linear.
     """
 
     module: str
     parameters: int
     reason: str
+    is_table: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,7 +261,8 @@ class ShardingPlan:
         """Share of the parameters of linears that is split, 0 to 1."""
         if not self.matmul_parameters:
             return 0.0
-        return 1.0 - sum(entry.parameters for entry in self.replicated) / self.matmul_parameters
+        whole = sum(entry.parameters for entry in self.replicated if not entry.is_table)
+        return 1.0 - whole / self.matmul_parameters
 
     @property
     def all_reduces_per_step(self) -> int:
@@ -335,6 +357,8 @@ def all_reduces(region: Region) -> tuple[int, int]:
     """How many all-reduces one run of ``region`` takes forward and backward, biases of shared columns not counted."""
     if region.boundary is not None:
         return region.boundary.outputs, region.boundary.inputs + len(region.partial)
+    if region.vocabulary is not None:
+        return len(region.vocabulary.embeddings), len(region.vocabulary.heads)
     shared = sum(not split.is_sharded for split in (*region.columns, *region.shards))
     backward = len(region.inputs) + len(region.partial) + shared + len(region.entries) + len(region.norms)
     return len(region.rows) + len(region.norms), backward
@@ -349,6 +373,13 @@ def ranges_of(indices: Sequence[int]) -> Ranges:
         else:
             ranges.append((index, index + 1))
     return tuple(ranges)
+
+
+def word_ranges(words: int, size: int) -> tuple[Ranges, ...] | None:
+    """The words of each rank: chunks of ``ceil(words/size)``; None where a rank would have none."""
+    share = -(-words // size)
+    ranges = tuple(((rank * share, min((rank + 1) * share, words)),) for rank in range(size))
+    return ranges if all(start < stop for ((start, stop),) in ranges) else None
 
 
 def _region(data: Mapping[str, Any]) -> Region:
@@ -366,6 +397,8 @@ def _region(data: Mapping[str, Any]) -> Region:
     fields["norms"] = tuple(data["norms"])
     boundary = data["boundary"]
     fields["boundary"] = boundary and Boundary(**{**boundary, "once": tuple(boundary["once"])})
+    vocabulary = data["vocabulary"]
+    fields["vocabulary"] = vocabulary and Vocabulary(tuple(vocabulary["embeddings"]), tuple(vocabulary["heads"]))
     fields["rows"] = tuple(data["rows"])
     fields["inputs"] = tuple(tuple(names) for names in data["inputs"])
     fields["partial"] = tuple(data["partial"])

@@ -21,6 +21,8 @@ _OBSERVERS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__,
     Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__,
 }  # fmt: skip
+_ABOUT_VALUES = {"dtype", "device", "requires_grad", "is_cuda", "is_meta", "layout", "grad", "_backward_hooks"}
+"""Properties of a tensor that are those of its parts."""
 
 
 @dataclass
@@ -71,6 +73,8 @@ class Run:
     module_calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
     users: dict[int, set[str]] = field(default_factory=dict)
     """By id of each parameter that something is multiplied by: the innermost modules that did it."""
+    readers: dict[int, set[str]] = field(default_factory=dict)
+    """By id of each parameter: the innermost modules that have read it, or its shape."""
     foreign_uses: set[int] = field(default_factory=set)
     """ids of the weights that something else than their own linear reads."""
     random_calls: int = 0
@@ -117,6 +121,8 @@ class LinearTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(function, "__name__", "") in ("__get__", "__set__"):
             result = function(*args, **kwargs)
+            if getattr(function.__self__, "__name__", "") not in _ABOUT_VALUES:
+                self._read(args[0])
             if isinstance(result, Tensor):
                 self.run.record.add(function, args, kwargs, result)
                 if id(args[0]) in self._linears and result._base is not args[0]:
@@ -135,6 +141,7 @@ class LinearTrace(TorchFunctionMode):
                 if not isinstance(entry, Tensor):
                     continue
                 source = entry if isinstance(entry, nn.Parameter) else entry._base
+                self._read(source)
                 if id(source) in self._linears and source is not own and function not in TRANSPOSES:
                     self.run.foreign_uses.add(id(source))
                 if function in PRODUCTS and isinstance(source, nn.Parameter) and self.stack:
@@ -150,6 +157,10 @@ class LinearTrace(TorchFunctionMode):
                 result = self._cut(linear, operands[0])
         self.run.record.add(function, args, kwargs, result)
         return result
+
+    def _read(self, source: Any) -> None:
+        if isinstance(source, nn.Parameter):
+            self.run.readers.setdefault(id(source), set()).add(self.stack[-1].name if self.stack else "")
 
     def _cut(self, linear: SplittableLinear, x: Tensor) -> Tensor:
         """What stands for the output of ``linear``, which is not computed."""

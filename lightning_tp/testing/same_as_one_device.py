@@ -16,7 +16,8 @@ from torch import nn
 from lightning_tp.errors import ParallelConfigError
 from lightning_tp.layout import ParallelLayout
 from lightning_tp.plan.agree import PlanSource
-from lightning_tp.plan.find import Unsplittable
+from lightning_tp.plan.find import SearchOptions, Unsplittable
+from lightning_tp.plan.vocabulary import VocabularyParallel
 from lightning_tp.testing.comparison import Comparison, compare
 from lightning_tp.testing.plain_module import Loss, OptimizerFactory, PlainModule, default_loss, default_optimizer
 from lightning_tp.testing.rank_pool import RankError, RankPool
@@ -38,6 +39,7 @@ def assert_same_as_one_device(
     tolerance: float | None = None,
     plan: PlanSource = "auto",
     unsplittable: Unsplittable = "replicate",
+    vocabulary_parallel: VocabularyParallel = "auto",
     pool: RankPool | None = None,
     timeout: float = 300.0,
 ) -> Comparison:
@@ -75,6 +77,7 @@ def assert_same_as_one_device(
             to float32 inside cannot be compared closer than about 1e-6.
         plan: As the strategy's.
         unsplittable: As the strategy's.
+        vocabulary_parallel: As the strategy's.
         pool: Ranks to run on, as many as the layout has; by default they are started and ended here.
         timeout: Seconds for the run on ranks.
 
@@ -93,6 +96,7 @@ def assert_same_as_one_device(
         precision=precision,
         plan=plan,
         unsplittable=unsplittable,
+        vocabulary_parallel=vocabulary_parallel,
         pool=pool,
         timeout=timeout,
     )
@@ -116,6 +120,7 @@ def compare_with_one_device(
     precision: TestPrecision = "64-true",
     plan: PlanSource = "auto",
     unsplittable: Unsplittable = "replicate",
+    vocabulary_parallel: VocabularyParallel = "auto",
     pool: RankPool | None = None,
     timeout: float = 300.0,
 ) -> Comparison:
@@ -127,7 +132,15 @@ def compare_with_one_device(
         raise ParallelConfigError(f"precision must be one of {', '.join(TOLERANCE)}, not {precision!r}.")
     if steps < 1:
         raise ParallelConfigError(f"steps must be at least 1, not {steps}.")
-    run = _Run(module_factory, batch_factory, steps, optimizer, loss, precision)
+    run = _Run(
+        module_factory,
+        batch_factory,
+        steps,
+        optimizer,
+        loss,
+        precision,
+        SearchOptions(unsplittable, vocabulary_parallel),
+    )
     try:
         pickle.dumps((run, plan))
     except Exception as error:
@@ -147,12 +160,10 @@ def compare_with_one_device(
         try:
             with isolate_rng():
                 data_parallel_part(run.batch(), 0, sizes.data_parallel_size)  # before work starts
-                single = run(1, 1, "auto", unsplittable)
+                single = run(1, 1, "auto")
         finally:
             torch.set_num_threads(threads)
-        records = ranks.run(
-            run, sizes.tensor_parallel_size, sizes.data_parallel_size, plan, unsplittable, timeout=timeout
-        )
+        records = ranks.run(run, sizes.tensor_parallel_size, sizes.data_parallel_size, plan, timeout=timeout)
     return compare(single, records)
 
 
@@ -170,15 +181,14 @@ class _Run:
     optimizer: OptimizerFactory | None
     loss: Loss | None
     precision: TestPrecision
+    options: SearchOptions
 
     def batch(self) -> Any:
         """The batch, the same on every rank."""
         pl.seed_everything(0, verbose=False)
         return self.batch_factory()
 
-    def __call__(
-        self, tensor_parallel_size: int, data_parallel_size: int, plan: PlanSource, unsplittable: Unsplittable
-    ) -> TrainingRecord:
+    def __call__(self, tensor_parallel_size: int, data_parallel_size: int, plan: PlanSource) -> TrainingRecord:
         prefix = ""
 
         def build() -> pl.LightningModule:
@@ -201,7 +211,8 @@ class _Run:
             tensor_parallel_size,
             data_parallel_size,
             plan=plan,
-            unsplittable=unsplittable,
+            unsplittable=self.options.unsplittable,
+            vocabulary_parallel=self.options.vocabulary_parallel,
             dropout=False,
         )
         record.grads = [{name.removeprefix(prefix): g for name, g in grads.items()} for grads in record.grads]

@@ -20,6 +20,7 @@ from lightning_tp.parallel.local_parameters import local_tensor
 from lightning_tp.plan.agree import PlanSource
 from lightning_tp.plan.find import Unsplittable
 from lightning_tp.plan.sharding_plan import ShardingPlan
+from lightning_tp.plan.vocabulary import VocabularyParallel
 from lightning_tp.strategy import TensorParallelStrategy
 
 Batches = list[Any]
@@ -105,6 +106,7 @@ def train(
     callbacks: tuple[pl.Callback, ...] = (),
     plan: PlanSource = "auto",
     unsplittable: Unsplittable = "error",
+    vocabulary_parallel: VocabularyParallel = "auto",
     dropout: bool = True,
     **trainer_options: Any,
 ) -> TrainingRecord:
@@ -120,7 +122,11 @@ def train(
     own = batches
     if world > 1:
         strategy = TensorParallelStrategy(
-            tensor_parallel_size, data_parallel_size, plan=plan, unsplittable=unsplittable
+            tensor_parallel_size,
+            data_parallel_size,
+            plan=plan,
+            unsplittable=unsplittable,
+            vocabulary_parallel=vocabulary_parallel,
         )
         part = torch.distributed.get_rank() // tensor_parallel_size
         own = [data_parallel_part(batch, part, data_parallel_size) for batch in batches]
