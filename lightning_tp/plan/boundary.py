@@ -60,7 +60,13 @@ class BoundarySplit:
     """
 
     def __init__(
-        self, model: nn.Module, name: str, call: ModuleCall, size: int, local_forward: LocalForward | None
+        self,
+        model: nn.Module,
+        name: str,
+        call: ModuleCall,
+        size: int,
+        local_forward: LocalForward | None,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         self.model, self.name, self.call, self.size = model, name, call, size
         self.module = call.module
@@ -68,10 +74,12 @@ class BoundarySplit:
         self.slots = [(m, key, p) for m in self.module.modules() for key, p in m._parameters.items() if p is not None]
         names = {id(p): parameter for parameter, p in model.named_parameters()}
         self.parameters = {names[id(p)]: p for _, _, p in self.slots}
-        self.dtype = torch.float64
+        self.dtype = dtype
         try:
             self._run(*self._operands(0))
         except (RuntimeError, TypeError, ValueError):
+            if dtype is not torch.float64:
+                raise
             self.dtype = torch.float32
             self._run(*self._operands(0))
 
@@ -100,6 +108,7 @@ class BoundarySplit:
         for cut, attributes in itertools.product(cuts, trials):
             try:
                 error, boundary = self.prove(cut, attributes)
+                self._prove_in_own_dtype(cut, attributes, boundary)
             except NotProven as reason:
                 failure = failure or str(reason)
                 continue
@@ -122,6 +131,14 @@ class BoundarySplit:
                 error=error,
             )
         raise NotProven(f"one rank's share could not be proven equal: {failure}")
+
+    def _prove_in_own_dtype(self, cut: Cut, attributes: Sequence[AttributeChange], boundary: Boundary) -> None:
+        own = next(iter(self.parameters.values())).dtype
+        if own is self.dtype or own not in TOLERANCE:
+            return
+        again = BoundarySplit(self.model, self.name, self.call, self.size, self.local_forward, own)
+        if again.prove(cut, attributes)[1] != boundary:
+            raise NotProven(f"its code takes another path in {str(own).removeprefix('torch.')}")
 
     def legal_sizes(self, limit: int = 64) -> tuple[int, ...]:
         """The sizes for which there is a cut of as many parameters as the best one has at the smallest size."""

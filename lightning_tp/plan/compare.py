@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest relative difference of a proof. float64 runs agree to about 1e-15; the margin is for code that rounds to
-float32 on the way, and three orders of magnitude below what a wrong split gives."""
+float32 on the way, and three orders of magnitude below what a wrong split gives. Half precision rounds everywhere."""
+_LARGEST_FLOOR = 0.2
 
 
 class NotProven(Exception):
@@ -19,7 +20,7 @@ class NotProven(Exception):
 def rounding_floor(grads: Sequence[Tensor | None], dtype: torch.dtype) -> float:
     """Below this a gradient counts as zero but for rounding (a key's bias under softmax)."""
     largest = max((float(grad.abs().max()) for grad in grads if grad is not None and grad.numel()), default=0.0)
-    return largest * 100 * torch.finfo(dtype).eps / TOLERANCE[dtype]
+    return largest * min(100 * torch.finfo(dtype).eps / TOLERANCE[dtype], _LARGEST_FLOOR)
 
 
 def scattered(share: Tensor | None, whole: Tensor, dim: int, index: list[int]) -> Tensor | None:

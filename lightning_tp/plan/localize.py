@@ -127,7 +127,7 @@ def _proven_linked(
     attributes = tuple(dict.fromkeys(change for way in ways for change in way.attributes))
     try:
         proof = RegionProof(model, found, _merged(candidates), size, run)
-        verdict = proof.check(attributes)
+        verdict = proof.prove(attributes)
         if verdict.results_differ:
             raise NotProven("what their module returns would differ on one rank")
     except NotProven as error:
@@ -297,7 +297,7 @@ def _proven(
         if conditional is not None and len(attributes) > len(conditional.attributes):
             continue
         try:
-            verdict = proof.check(attributes, rescale)
+            verdict = proof.prove(attributes, rescale)
         except NotProven as failure:
             last = str(failure)
             continue

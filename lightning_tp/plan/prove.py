@@ -3,7 +3,7 @@
 Compared are the outputs of the rows and every gradient: of the columns' inputs (summed over the ranks, as the copy
 does), of sharded weights (each rank its part) and of what is not sharded (summed). Parameters are replaced by
 randomised copies, so that zero-initialised biases and gains hide nothing, and everything runs in float64 where the
-module's code lets it.
+module's code lets it, and what is proven so runs once more in the dtype of the model's parameters.
 """
 
 from __future__ import annotations
@@ -86,9 +86,12 @@ class RegionProof:
         candidate: Candidate,
         size: int,
         run: Callable[[], Any],
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         self.model, self.candidate, self.size = model, candidate, size
         linears = found.linears
+        self._found = found
+        self._in_own_dtype: RegionProof | None = None
         self.module = model if candidate.call is None else candidate.call.module
         self.run = run
         self.columns = {column.module: linears[column.module] for column in candidate.columns}
@@ -109,10 +112,12 @@ class RegionProof:
         # One that belongs to another module comes in as an argument.
         self.shards = [shard for shard in candidate.shards if self.ids[shard.parameter] in here]
         self.arguments: tuple[ArgumentSlice, ...] = ()
-        self.dtype = torch.float64
+        self.dtype = dtype
         try:
             self.references = self._references()
         except (RuntimeError, TypeError, ValueError):
+            if dtype is not torch.float64:
+                raise
             self.dtype = torch.float32
             self.references = self._references()
 
@@ -153,6 +158,22 @@ class RegionProof:
         if found:
             self.arguments = tuple(found)
             self.references = self._references()
+
+    def prove(self, attributes: Sequence[AttributeChange], rescale: bool = False) -> Verdict:
+        """:meth:`check`, and the same again in the dtype of the model's own parameters.
+
+        Raises: as :meth:`check`.
+        """
+        verdict = self.check(attributes, rescale)
+        own = next(iter(self.columns.values())).weight.dtype
+        if own is not self.dtype and own in TOLERANCE:
+            if self._in_own_dtype is None:
+                self._in_own_dtype = RegionProof(self.model, self._found, self.candidate, self.size, self.run, own)
+                self._in_own_dtype.slice_arguments()
+            again = self._in_own_dtype.check(attributes, rescale)
+            if (again.rules, again.norms) != (verdict.rules, verdict.norms):
+                raise NotProven(f"its code takes another path in {str(own).removeprefix('torch.')}")
+        return verdict
 
     def check(self, attributes: Sequence[AttributeChange], rescale: bool = False) -> Verdict:
         """Run all ranks with ``attributes`` (and rescaled sizes) and compare.
