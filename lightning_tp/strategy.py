@@ -76,6 +76,8 @@ class TensorParallelStrategy(ParallelStrategy):
         unsplittable: "error" refuses a model of which some linears could be split at other sizes only; "replicate"
             keeps them whole.
         vocabulary_parallel: Whether embeddings and output heads are split over the vocabulary: "auto" where that pays.
+        plan_cache: Whether a found plan is kept in the user's cache folder (``$LIGHTNING_TP_CACHE``, else
+            ``~/.cache/lightning_tp/plans``) for the next run of the same model, in which it is proven again.
         timeout: Seconds after which a collective that does not end is an error.
         process_group_backend: "nccl", "gloo", ...; by default what fits the device.
         start_method: "popen" runs the script again for every rank; "fork", "spawn" and "forkserver" start processes of
@@ -94,6 +96,7 @@ class TensorParallelStrategy(ParallelStrategy):
         plan: PlanSource = "auto",
         unsplittable: Unsplittable = "error",
         vocabulary_parallel: VocabularyParallel = "auto",
+        plan_cache: bool = True,
         timeout: float = 1800.0,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -130,7 +133,7 @@ class TensorParallelStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._tensor_parallel_size, self._data_parallel_size = tensor_parallel_size, data_parallel_size
         self._plan_source = plan
-        self._search_options = SearchOptions(unsplittable, vocabulary_parallel)
+        self._search_options = SearchOptions(unsplittable, vocabulary_parallel, plan_cache)
         self._timeout = timedelta(seconds=timeout)
         self._process_group_backend = process_group_backend
         self._start_method = start_method

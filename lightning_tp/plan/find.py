@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_tp.errors import ParallelConfigError, PlanError
+from lightning_tp.parallel.apply import check_plan
+from lightning_tp.plan.cache import cache_folder, cached_plan, keep_plan, plan_key
 from lightning_tp.plan.candidate import Misfit, Probe
+from lightning_tp.plan.linears import splittable_linears
 from lightning_tp.plan.localize import localize
-from lightning_tp.plan.meta import values_for_meta
 from lightning_tp.plan.own_products import OwnProducts, boundary_legal_sizes, boundary_regions, own_products
+from lightning_tp.plan.planning import check_model, model_runner, planning, randomised_parameters
 from lightning_tp.plan.probe import probe
-from lightning_tp.plan.sharding_plan import (
-    Region,
-    Replicated,
-    ShardingPlan,
-)
-from lightning_tp.plan.state import module_state_kept, random_state_kept
+from lightning_tp.plan.recheck import plan_faults
+from lightning_tp.plan.sharding_plan import Region, Replicated, ShardingPlan
+from lightning_tp.plan.trace import Run, traced_run
 from lightning_tp.plan.vocabulary import Vocabularies, VocabularyParallel
 
 Unsplittable = Literal["error", "replicate"]
@@ -38,6 +36,7 @@ def find_plan(
     styles: Mapping[str, str] | None = None,
     unsplittable: Unsplittable = "error",
     vocabulary_parallel: VocabularyParallel = "auto",
+    cache: bool = False,
 ) -> ShardingPlan:
     """Find what of ``model`` can be split over ``tensor_parallel_size`` ranks, and prove it.
 
@@ -56,21 +55,24 @@ def find_plan(
         unsplittable: What to do with linears that other sizes could split but not this one.
         vocabulary_parallel: Whether embeddings and output heads are split over the vocabulary, even or not: "auto"
             where that pays.
+        cache: Whether to look for the plan in the cache folder (:func:`lightning_tp.plan.cache.cache_folder`) and keep
+            it there. A plan from there is proven again before it is used.
 
     Raises:
         ParallelConfigError: the model does not run, or (``unsplittable="error"``) the size does not fit it.
         PlanError: a pattern of ``styles`` matches nothing or cannot be followed.
     """
-    options = SearchOptions(unsplittable, vocabulary_parallel)
+    options = SearchOptions(unsplittable, vocabulary_parallel, cache)
     return search_plan(model, example_inputs, tensor_parallel_size, styles, options)[0]
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What is done with linears that another size could split, and whether tables of words are split."""
+    """The options of :func:`find_plan`."""
 
     unsplittable: Unsplittable = "error"
     vocabulary_parallel: VocabularyParallel = "auto"
+    cache: bool = False
 
 
 def search_plan(
@@ -83,12 +85,19 @@ def search_plan(
 ) -> tuple[ShardingPlan, list[int]]:
     """As :func:`find_plan`, and the sizes up to 64 that split what the plan splits, if asked for; 1 is always one."""
     started = time.perf_counter()
-    _check_model(model)
+    check_model(model)
     run = model_runner(model, example_inputs)
     with planning(model):
         with randomised_parameters(model):
             try:
-                found = probe(model, run, size)
+                first = traced_run(model, splittable_linears(model), run)
+                key = ""
+                if options.cache:
+                    key = plan_key(model, first, size, styles, options.unsplittable, options.vocabulary_parallel)
+                    known = None if with_legal_sizes else _cached(model, key, first, run)
+                    if known is not None:
+                        return replace(known, found_in_seconds=round(time.perf_counter() - started, 3)), [1]
+                found = probe(model, run, size, first)
             except ParallelConfigError:
                 raise
             except Exception as error:
@@ -113,7 +122,21 @@ def search_plan(
         plan = _plan(model, found, own, vocabularies, regions, size, time.perf_counter() - started)
     if styles is not None:
         _check_styles_followed(found, styles, regions, vocabularies)
+    if options.cache:
+        keep_plan(cache_folder(), key, plan)
     return plan, legal
+
+
+def _cached(model: nn.Module, key: str, first: Run, run: Callable[[], Any]) -> ShardingPlan | None:
+    """The plan from the cache, if there is one that is proven for ``model`` as it is."""
+    plan = cached_plan(cache_folder(), key)
+    if plan is None:
+        return None
+    try:
+        check_plan(model, plan, plan.tensor_parallel_size)
+    except PlanError:
+        return None
+    return None if plan_faults(model, plan, first, run) else plan
 
 
 def _legal_sizes(
@@ -172,90 +195,6 @@ def _plan(
         + sum(parameters[name].numel() for name in others),
         found_in_seconds=round(seconds, 3),
     )
-
-
-def _check_model(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ParallelConfigError(f"{name} is a lazy parameter: run the model once before it is split.")
-        if type(parameter) is not nn.Parameter:
-            raise ParallelConfigError(
-                f"{name} is a {type(parameter).__name__}: the model is already parallelized or quantized. "
-                "Give the strategy the plain model."
-            )
-
-
-def model_runner(model: nn.Module, example_inputs: Any) -> Callable[[], Any]:
-    """A call that runs ``model`` on ``example_inputs``."""
-    if isinstance(example_inputs, Tensor):
-        return lambda: model(example_inputs)
-    if isinstance(example_inputs, Mapping):
-        return lambda: model(**example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return lambda: model(*example_inputs)
-    if callable(example_inputs):
-        return example_inputs
-    raise ParallelConfigError(
-        "example_inputs must be a tensor, a tuple of arguments, a dict of keyword arguments or a callable that runs "
-        f"the model, not {type(example_inputs).__name__}."
-    )
-
-
-@contextmanager
-def planning(model: nn.Module) -> Iterator[None]:
-    """``model`` in training mode with gradients for all parameters; it and all random state are kept."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small
-    try:
-        with random_state_kept(), values_for_meta(model), module_state_kept(model), _training_with_gradients(model):
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _training_with_gradients(model: nn.Module) -> Iterator[None]:
-    """Frozen parameters count as well: they may be unfrozen later."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.train()
-        for parameter in frozen:
-            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
-        with torch.enable_grad():
-            yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def randomised_parameters(model: nn.Module) -> Iterator[None]:
-    """Small vectors (biases, gains, scales) stand at random values: a zero among them would hide what depends on it.
-
-    Tables that are normalised in place when words are looked up in them stand at copies.
-    """
-    generator = torch.Generator().manual_seed(0)
-    changed: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    stand_ins: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            renormalised = getattr(module, "max_norm", None) is not None
-            if parameter is None or not parameter.is_floating_point() or (parameter.dim() > 1 and not renormalised):
-                continue
-            if id(parameter) not in stand_ins:
-                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                stand_ins[id(parameter)] = nn.Parameter(parameter.detach() + 0.1 * noise)
-            changed.append((module._parameters, key, parameter))
-    try:
-        for parameters, key, parameter in changed:
-            parameters[key] = stand_ins[id(parameter)]
-        yield
-    finally:
-        for parameters, key, parameter in changed:
-            parameters[key] = parameter
 
 
 def _misfit_message(misfits: list[Misfit], legal: list[int], size: int) -> str:

@@ -214,19 +214,22 @@ def _proven_as_before(
 ) -> _Way | str:
     """:func:`_proven` for one candidate; for repeated blocks the proof of the first one holds."""
     call = candidate.call
-    if call is None or not call.name or given is not None:
+    if call is None or not call.name:
         return _proven(model, found, [candidate], size, run, hints, given)
-    key = (found.run.kind(call), _placed(candidate, call.name, ""))
+    asked = None
+    if given is not None:
+        changes = ((_moved(c.module, call.name, ""), c.attribute, c.value) for c in given.attributes)
+        asked = (bool(given.sizes), *changes)
+    key = (found.run.kind(call), _placed(candidate, call.name, ""), asked)
     if key in hints.proven:
         way, module = hints.proven[key]
         if isinstance(way, str):
             return way
-        changes = tuple(replace(c, module=_moved(c.module, module, call.name)) for c in way.attributes)
-        before = [_attribute(model, change) for change in way.attributes]
-        if [_attribute(model, change) for change in changes] == before:
+        moved = tuple(replace(c, module=_moved(c.module, module, call.name)) for c in way.attributes)
+        if [_attribute(model, change) for change in moved] == [_attribute(model, change) for change in way.attributes]:
             norms = tuple(_moved(name, module, call.name) for name in way.norms)
-            return replace(way, attributes=changes, norms=norms)
-    way = _proven(model, found, [candidate], size, run, hints, None)
+            return replace(way, attributes=moved, norms=norms)
+    way = _proven(model, found, [candidate], size, run, hints, given)
     hints.proven[key] = (way, call.name)
     return way
 

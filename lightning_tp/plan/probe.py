@@ -28,15 +28,17 @@ from lightning_tp.plan.norms import Norm, recognised_norm
 from lightning_tp.plan.trace import LinearTrace, Run, module_calls
 
 
-def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int) -> Probe:
+def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int, first: Run) -> Probe:
     """Run ``model`` through ``run`` and find the candidates for ``tensor_parallel_size`` ranks.
 
-    The caller keeps random state and module state (:mod:`lightning_tp.plan.state`) and has made all parameters
-    require gradients.
+    ``first`` is a run that was traced already. The caller keeps random state and module state
+    (:mod:`lightning_tp.plan.state`) and has made all parameters require gradients.
     """
     linears = splittable_linears(model)
 
     def traced(seed: int, norms: Mapping[str, Norm]) -> Run:
+        if seed == 0 and not norms:
+            return first
         trace = LinearTrace(linears, seed)
         with module_calls(model, trace), norms_by_element(model, norms, trace.run), trace:
             trace.run.outputs = run()

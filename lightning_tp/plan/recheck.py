@@ -13,12 +13,12 @@ from lightning_tp.parallel.torch_modules import local_forward
 from lightning_tp.plan.boundary import BoundarySplit, Cut
 from lightning_tp.plan.candidate import Candidate, Probe
 from lightning_tp.plan.compare import NotProven
-from lightning_tp.plan.find import model_runner, planning
 from lightning_tp.plan.linears import SplittableLinear, splittable_linears
 from lightning_tp.plan.localize import localize
 from lightning_tp.plan.norms import recognised_norm
+from lightning_tp.plan.planning import model_runner, planning
 from lightning_tp.plan.sharding_plan import Region, ShardingPlan
-from lightning_tp.plan.trace import LinearTrace, ModuleCall, Run, module_calls
+from lightning_tp.plan.trace import ModuleCall, Run, traced_run
 from lightning_tp.plan.vocabulary import prove_lookup
 
 
@@ -39,23 +39,20 @@ def prove_plan(model: nn.Module, example_inputs: Any, plan: ShardingPlan) -> Non
     with planning(model):
         run = model_runner(model, example_inputs)
         linears = splittable_linears(model)
-        traced = _traced(model, linears, run)
-        missing = [region.module for region in plan.regions if region.module not in traced.module_calls]
-        missing = [name for name in missing if name]
-        if missing:
-            raise PlanError(f"The plan splits modules that the example does not run: {', '.join(missing[:5])}.")
-        faults = _boundary_faults(model, plan, traced) | _region_faults(model, plan, linears, traced, run)
+        faults = plan_faults(model, plan, traced_run(model, linears, run), run)
     if faults:
         shown = "; ".join(f"{name or 'the model'}: {fault}" for name, fault in list(faults.items())[:5])
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise PlanError(f'The plan is not proven. {shown}{more}. Find a new one with plan="auto".')
 
 
-def _traced(model: nn.Module, linears: Mapping[str, SplittableLinear], run: Callable[[], Any]) -> Run:
-    trace = LinearTrace(linears)
-    with module_calls(model, trace), trace:
-        trace.run.outputs = run()
-    return trace.run
+def plan_faults(model: nn.Module, plan: ShardingPlan, traced: Run, run: Callable[[], Any]) -> dict[str, str]:
+    """By module: why its region is not proven. The plan has passed ``check_plan``; the model is being planned."""
+    called = [region.module for region in plan.regions if region.module]
+    missing = {name: "the example does not run it" for name in called if name not in traced.module_calls}
+    if missing:
+        return missing
+    return _boundary_faults(model, plan, traced) | _region_faults(model, plan, splittable_linears(model), traced, run)
 
 
 def _boundary_faults(model: nn.Module, plan: ShardingPlan, traced: Run) -> dict[str, str]:

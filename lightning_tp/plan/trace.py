@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,6 +223,14 @@ def module_calls(model: nn.Module, trace: LinearTrace) -> Iterator[None]:
         for handle in handles:
             handle.remove()
         stack.clear()
+
+
+def traced_run(model: nn.Module, linears: Mapping[str, SplittableLinear], run: Callable[[], Any], seed: int = 0) -> Run:
+    """Run ``model`` through ``run`` and record it."""
+    trace = LinearTrace(linears, seed)
+    with module_calls(model, trace), trace:
+        trace.run.outputs = run()
+    return trace.run
 
 
 def attribute_names(module: nn.Module) -> set[str]:
