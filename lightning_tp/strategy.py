@@ -30,7 +30,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -42,11 +42,11 @@ from lightning_tp.checkpoint.consolidated import (
     full_state_dict,
 )
 from lightning_tp.data_parallel import shard_data_parallel
-from lightning_tp.errors import ParallelConfigError, raise_on_rank_zero
+from lightning_tp.errors import ParallelConfigError, raise_on_rank_zero, run_on_rank_zero
 from lightning_tp.failure import Watchdog
 from lightning_tp.launcher import ScriptLauncher
 from lightning_tp.layout import DATA_AXIS, TENSOR_AXIS, AxisSize, ParallelLayout
-from lightning_tp.parallel.apply import parallelize
+from lightning_tp.parallel.apply import parallelize, refuse_missing_values
 from lightning_tp.parallel.local_parameters import parallel_state
 from lightning_tp.parallel.summary import ParameterSummary, summarize_parameters
 from lightning_tp.plan.agree import PlanSource, agreed_plan
@@ -281,6 +281,7 @@ class TensorParallelStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
+        self._check_model(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
 
@@ -308,6 +309,11 @@ class TensorParallelStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
+
+    def _check_model(self, model: nn.Module) -> None:
+        self._refusing = True
+        run_on_rank_zero(lambda: refuse_missing_values(model))
+        self._refusing = False
 
     def _agreed_plan(self, trainer: pl.Trainer) -> ShardingPlan:
         # An error of planning is rank zero's to tell; the other ranks leave without a word and are no failure.

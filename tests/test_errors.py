@@ -39,6 +39,8 @@ class Model(LlamaModule):
             self.example_input_array = torch.zeros(2, 3, 4)
         if CASE == "communicates":
             self.metric = None
+        if CASE == "meta":
+            self.head.to("meta")
         if CASE == "hidden":
             self.kept = [self.head.weight]
 
@@ -84,6 +86,7 @@ CASES = {
     "stream": "without using it up",
     "example": "The model could not be run once to plan its split",
     "communicates": "communicates with other ranks",
+    "meta": "head.weight: on the meta device, without values",
     "hidden": "keeps the parameter head.weight in its plain attribute kept",
 }
 

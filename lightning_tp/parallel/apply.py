@@ -80,12 +80,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> nn.Mo
 
     Raises:
         PlanError: the plan is for another size or another model.
-        ParallelConfigError: the model keeps references to its parameters that would go stale.
+        ParallelConfigError: the model has parameters without values, or keeps references to them that would go stale.
     """
     done = parallel_state(model)
     if done is not None:
         return model
     tensor_mesh = mesh[TENSOR_AXIS] if mesh.ndim > 1 else mesh
+    refuse_missing_values(model)
     check_plan(model, plan, tensor_mesh.size())
     refuse_hidden_references(model)
     broadcast_from_rank_zero(model)
@@ -178,6 +179,17 @@ def _check_vocabulary(model: nn.Module, region: Region, size: int) -> None:
         adapter = linear_adapter(model.get_submodule(name))
         if adapter is None or adapter.output_dim != 0:
             raise PlanError(f"The plan splits the words of {name}, which is no plain linear.")
+
+
+def refuse_missing_values(model: nn.Module) -> None:
+    """Raise for parameters and buffers on the meta device."""
+    missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if missing:
+        raise ParallelConfigError(
+            f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}: on the meta device, without values. A plan "
+            "can be found for such a model; to run, build it without torch.device('meta') and parameters_on_meta(), or "
+            "give it values in configure_model (to_empty, then reset_parameters)."
+        )
 
 
 def refuse_hidden_references(model: nn.Module) -> None:
