@@ -17,8 +17,9 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/plan_time.py
 
 zoo: $(VENV)/installed-zoo
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo --output docs/models.md

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-VOCABULARY, LENGTH, SAMPLES = 128, 16, 4
+VOCABULARY, LENGTH, SAMPLES = 131, 16, 4  # no size divides the vocabulary
 _NOISE = 0.1  # about 1 / sqrt(hidden size): what a linear gives is then of the scale of what it reads
 
 

@@ -17,7 +17,8 @@ Written by `make zoo` (`python -m benchmarks.zoo --output docs/models.md`); do n
 
 Every architecture is a small configuration (2 layers, hidden size 64) with noise on its parameters, so that no bias is
 zero and no gradient vanishes (but in DiT, where zeros are the point). It is planned with `unsplittable="replicate"` and
-trained for 3 steps of AdamW on one device and on gloo ranks.
+`vocabulary_parallel=True`, with a vocabulary that no size divides (131), and trained for 3 steps of AdamW on one device
+and on gloo ranks.
 
 - **Blocks split**: share of the elements of the weights in repeated blocks that is split. A repeated block is an entry
   of an `nn.ModuleList`, or one of several entries of one class in an `nn.Sequential`. Its weights are its parameters of

@@ -80,7 +80,7 @@ def run(architecture: Architecture, size: int, pool: RankPool) -> Outcome:
     try:
         torch.manual_seed(0)
         model = architecture.build()
-        plan = find_plan(model, architecture.batch(), size, unsplittable="replicate")
+        plan = find_plan(model, architecture.batch(), size, unsplittable="replicate", vocabulary_parallel=True)
         share, whole = block_share(model, plan), whole_weights(model, plan)
         comparison = compare(architecture, size, pool)
         check_same_plan(plan, comparison.plan)
@@ -103,6 +103,7 @@ def compare(architecture: Architecture, size: int, pool: RankPool) -> Comparison
         size,
         precision=architecture.precision,
         tolerance=limit,
+        vocabulary_parallel=True,
         pool=pool,
     )
     difference = loss_difference(comparison)
