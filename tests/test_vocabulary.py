@@ -242,3 +242,5 @@ def test_wrong_plans_are_refused(changes: dict[str, Any], message: str) -> None:
 def test_the_option_is_checked() -> None:
     with pytest.raises(ParallelConfigError, match="vocabulary_parallel must be"):
         lightning_tp.TensorParallelStrategy(vocabulary_parallel="always")  # type: ignore[arg-type]
+    with pytest.raises(ParallelConfigError, match="vocabulary_parallel is"):
+        lightning_tp.find_plan(Language(64), ids(64), 2, vocabulary_parallel="always")  # type: ignore[arg-type]

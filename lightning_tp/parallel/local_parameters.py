@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
+from lightning_tp.errors import ParallelConfigError
 from lightning_tp.parallel.collectives import copy_parameter
 from lightning_tp.plan.sharding_plan import ShardingPlan
 
@@ -42,8 +44,13 @@ class Scope:
         self._depth += 1
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._depth -= 1
+        if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+            raise ParallelConfigError(
+                "The model computes with parameters from parameters() or state_dict(), which are DTensors on a mesh. "
+                "Read them from their modules (module.weight), and leave weight decay to the optimizer."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,12 @@ class LocalRead:
     counts: bool = True
 
     def __call__(self, parameter: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+            return self._read(parameter)
+        with temporarily_clear_interpreter_stack():  # function transforms (vmap, grad) know no DTensors
+            return self._read(parameter)
+
+    def _read(self, parameter: Tensor) -> Tensor:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if self.partial:
             local = copy_parameter(local, self.group)
@@ -158,11 +171,16 @@ def _parameter_property(name: str) -> property:
     def read(self: ParallelModule) -> Any:
         parameter = self._parameters[name]
         state = self._parallel
-        if parameter is None or not state.scope.active or _is_sharded_over_data(parameter):
+        if parameter is None or not (state.scope.active or _in_backward()) or _is_sharded_over_data(parameter):
             return parameter
         return state.reads[name](parameter)
 
     return property(read)
+
+
+def _in_backward() -> bool:
+    """Whether gradients are being computed on this thread: code that runs then is recomputed (a checkpoint)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_sharded_over_data(parameter: Tensor) -> bool:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_function
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -52,15 +54,19 @@ class Analysis:
         parameters = list(self.parameters.values())
         self.parameter_of_bit = dict(enumerate(parameters, start=len(run.calls)))
         self.reach = Reach([*(call.y for call in run.calls), *parameters])
-        self.outputs = [*_outputs(run), *run.observed]
+        self.outputs = [*outputs_of(run), *run.observed]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.consumed = [self.reach.of(call.x) for call in run.calls]
             self.norm_inputs = [(name, self.reach.of(x)) for name, x in run.norm_inputs]
-            self.returned = 0
-            for tensor in self.outputs:
-                self.returned |= self.reach.of(tensor)
+            self.returned = self._reached(self.outputs)
+            self.observed = self._reached(run.observed)
+            self.differentiated = self._reached(run.differentiated)
+            for index in reversed(range(len(run.calls))):
+                if self.differentiated >> index & 1:
+                    self.differentiated |= self.consumed[index]
         self.ineligible = self._ineligible()
+        self.read_biases = self._read_biases(model)
         self.reasons = dict(self.ineligible)
         self.misfits: list[Misfit] = []
         self.candidates: list[Candidate] = []
@@ -69,6 +75,10 @@ class Analysis:
         self.known_needs: dict[Any, _Needs] = {}
         self.known_legal_sizes: dict[Any, tuple[int, ...]] = {}
         self.known_parameter_needs: dict[Any, dict[str, IndexSets]] = {}
+
+    def _reached(self, tensors: Iterable[Tensor]) -> int:
+        """The cut outputs and parameters that any of ``tensors`` was computed from, as a bit mask."""
+        return reduce(or_, map(self.reach.of, tensors), 0)
 
     def find_candidates(self, settled: Sequence[Candidate]) -> None:
         """Consider every component in which no linear of the ``settled`` candidates takes part.
@@ -92,6 +102,8 @@ class Analysis:
         for name in self.linears:
             if name in accepted:
                 self.reasons.pop(name, None)
+            elif any(c.owner == name and self.observed >> i & 1 for i, c in enumerate(self.run.calls)):
+                self.reasons.setdefault(name, "its output is turned into a number of Python, compared or logged")
             else:
                 self.reasons.setdefault(name, "its output is returned whole")
         consumed = 0
@@ -118,16 +130,36 @@ class Analysis:
         for name, linear in self.linears.items():
             owners.setdefault(id(linear.weight), []).append(name)
         called = {call.owner for call in self.run.calls}
+        filled = {call.owner for call in self.run.calls if call.y.numel()}
+        differentiated = {c.owner for i, c in enumerate(self.run.calls) if self.differentiated >> i & 1}
         for name, linear in self.linears.items():
             others = [other for other in owners[id(linear.weight)] if other != name]
             if others:
                 reasons[name] = f"its weight is tied to {', '.join(others)}"
+            elif id(linear.weight) in self.run.transformed:
+                reasons[name] = "it is called inside a function transform of torch (vmap, grad)"
             elif id(linear.weight) in self.run.foreign_uses:
                 reasons[name] = USED_ELSEWHERE
+            elif name in differentiated:
+                reasons[name] = "the model itself takes gradients through it"
+            elif linear.module._backward_hooks or linear.module._backward_pre_hooks:
+                reasons[name] = "it has a backward hook, which would see one rank's part of its gradients"
             elif any(call.weight is linear.weight and call.owner != name for call in self.run.calls):
                 reasons[name] = USED_BY_HAND
             elif name not in called:
                 reasons[name] = "it was not called when the model was probed"
+            elif name not in filled:
+                reasons[name] = "no elements went through it when the model was probed"
+        return reasons
+
+    def _read_biases(self, model: nn.Module) -> dict[str, str]:
+        """Linears whose bias other code reads too: no columns, which have a part of it only."""
+        holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+        reasons = {}
+        for name, linear in self.linears.items():
+            bias = linear.module._parameters.get("bias")
+            if bias is not None and (holders[id(bias)] > 1 or id(bias) in self.run.foreign_uses):
+                reasons[name] = f"the bias of {name} is also used elsewhere than in its own forward"
         return reasons
 
     def _components(self) -> list[tuple[list[int], list[int]]]:
@@ -160,6 +192,8 @@ class Analysis:
         between = [name for name in rows if name in self._names(producers)]
         if reason is None and between:
             reason = f"what it gives reaches {between[0]} and what comes after that"
+        if reason is None:
+            reason = next((self.read_biases[n] for n in self._names(producers) if n in self.read_biases), None)
         if reason is None and len(set(rows)) < len(rows):
             reason = "a row of its group is called several times within it"
         if reason is not None:
@@ -512,7 +546,7 @@ class Analysis:
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self.candidates.remove(candidate)
-        self._reject(candidate.members, reason)
+        self.reasons.update(dict.fromkeys(candidate.members, reason))
 
 
 def _common_calls(calls: list[LinearCall]) -> tuple[ModuleCall, ...]:
@@ -524,7 +558,7 @@ def _common_calls(calls: list[LinearCall]) -> tuple[ModuleCall, ...]:
     return tuple(common)
 
 
-def _outputs(run: Run) -> list[Tensor]:
+def outputs_of(run: Run) -> list[Tensor]:
     """What the run returns; where that is no tensor (a validation step), what its outermost modules return."""
     outputs = list(tensors_in(run.outputs)) or list(tensors_in(run.outermost))
     if not outputs:

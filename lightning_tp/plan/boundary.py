@@ -28,7 +28,8 @@ from lightning_tp.plan.sharding_plan import (
     SplitParameter,
     ranges_of,
 )
-from lightning_tp.plan.stand_ins import changed_attributes, prepared_inputs, randomised, swapped
+from lightning_tp.plan.stand_ins import changed_attributes, has_gradient, prepared_inputs, randomised, swapped
+from lightning_tp.plan.state import random_state_kept
 from lightning_tp.plan.trace import ModuleCall
 
 LocalForward = Callable[..., Any]
@@ -73,6 +74,7 @@ class BoundarySplit:
         self.local_forward = local_forward
         self.slots = [(m, key, p) for m in self.module.modules() for key, p in m._parameters.items() if p is not None]
         names = {id(p): parameter for parameter, p in model.named_parameters()}
+        self.slots = [(m, key, p) for m, key, p in self.slots if has_gradient(p)]
         self.parameters = {names[id(p)]: p for _, _, p in self.slots}
         self.dtype = dtype
         try:
@@ -173,6 +175,7 @@ class BoundarySplit:
         tensors = {id(self.parameters[name]): value for name, value in values.items()}
         args, kwargs = copied_objects(inputs)
         with (
+            random_state_kept(),
             swapped(self.module, self.slots, tensors, self.dtype),
             changed_attributes(self.model, attributes),
             torch.enable_grad(),

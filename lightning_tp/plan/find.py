@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from numbers import Integral
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from lightning_tp.errors import ParallelConfigError, PlanError
 from lightning_tp.parallel.apply import check_plan
 from lightning_tp.plan.cache import cache_folder, cached_plan, keep_plan, plan_key
 from lightning_tp.plan.candidate import Misfit, Probe
-from lightning_tp.plan.linears import splittable_linears
+from lightning_tp.plan.linears import other_linears, splittable_linears
 from lightning_tp.plan.localize import localize
 from lightning_tp.plan.own_products import OwnProducts, boundary_legal_sizes, boundary_regions, own_products
 from lightning_tp.plan.planning import check_model, model_runner, planning, randomised_parameters
@@ -48,7 +49,7 @@ def find_plan(
             its weights (:func:`lightning_tp.parameters_on_meta`).
         example_inputs: A tensor, a tuple of arguments, a dict of keyword arguments, or a callable without arguments
             that runs the model and returns what is computed from it.
-        tensor_parallel_size: Ranks that share the model.
+        tensor_parallel_size: Ranks that share the model; for one there is nothing to split.
         styles: Module name patterns (``*`` matches anything) to "column", "row", "split" (a module at its edges),
             "vocabulary" (an embedding or output head over its words) or "replicate". If given, only what is matched
             is split, and each of it must be.
@@ -85,7 +86,11 @@ def search_plan(
 ) -> tuple[ShardingPlan, list[int]]:
     """As :func:`find_plan`, and the sizes up to 64 that split what the plan splits, if asked for; 1 is always one."""
     started = time.perf_counter()
+    _check_arguments(size, styles, options)
     check_model(model)
+    size = int(size)
+    if size == 1:
+        return ShardingPlan(tensor_parallel_size=1), [1]
     run = model_runner(model, example_inputs)
     with planning(model):
         with randomised_parameters(model):
@@ -101,8 +106,9 @@ def search_plan(
             except ParallelConfigError:
                 raise
             except Exception as error:
+                message = f"{type(error).__name__}: {error}".rstrip(".: \n")
                 raise ParallelConfigError(
-                    f"The model could not be run once to plan its split: {type(error).__name__}: {error}. "
+                    f"The model could not be run once to plan its split: {message}. "
                     "Check the example input, or give the strategy a saved plan."
                 ) from error
         if styles is not None:
@@ -182,6 +188,10 @@ def _plan(
         for name, reason in vocabularies.reasons.items()
         if name not in found.linears
     ]
+    listed = {name.rpartition(".")[0] for name in (*others, *shards)}
+    unknown = {n: r for n, r in other_linears(model).items() if n not in listed}
+    sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in unknown}
+    whole += [Replicated(name, sizes[name], reason) for name, reason in unknown.items()]
     sharded_columns = [
         found.linears[column.module].parameters for region in regions for column in region.columns if column.is_sharded
     ]
@@ -192,9 +202,22 @@ def _plan(
         replicated=tuple(whole),
         split_parameters=sum(sharded_columns) + sum(rows) + sum(parameters[name].numel() for name in shards),
         matmul_parameters=sum(linear.parameters for linear in found.linears.values())
-        + sum(parameters[name].numel() for name in others),
+        + sum(parameters[name].numel() for name in others)
+        + sum(sizes.values()),
         found_in_seconds=round(seconds, 3),
     )
+
+
+def _check_arguments(size: int, styles: Mapping[str, str] | None, options: SearchOptions) -> None:
+    if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
+        raise ParallelConfigError(f"tensor_parallel_size is a number of ranks, 1 or more, not {size!r}.")
+    if options.unsplittable not in get_args(Unsplittable):
+        raise ParallelConfigError(f'unsplittable is "error" or "replicate", not {options.unsplittable!r}.')
+    if options.vocabulary_parallel not in ("auto", True, False):
+        raise ParallelConfigError(f'vocabulary_parallel is "auto", True or False, not {options.vocabulary_parallel!r}.')
+    is_mapping = isinstance(styles, Mapping) and all(isinstance(pattern, str) for pattern in styles)
+    if styles is not None and not is_mapping:
+        raise PlanError(f'styles maps name patterns to styles, as in {{"*.up": "column"}}; it cannot be {styles!r}.')
 
 
 def _misfit_message(misfits: list[Misfit], legal: list[int], size: int) -> str:

@@ -57,7 +57,8 @@ def linear_adapter(module: nn.Module) -> LinearAdapter | None:
         for adapter in ADAPTERS:
             if f"{base.__module__}.{base.__qualname__}" == adapter.type_name:
                 plain = set(module._parameters) <= {"weight", "bias"} and not module._modules and not module._buffers
-                dense = isinstance(module._parameters.get("weight"), nn.Parameter) and "forward" not in vars(module)
+                weight = module._parameters.get("weight")
+                dense = isinstance(weight, nn.Parameter) and not weight.is_complex() and "forward" not in vars(module)
                 kept = type(module).forward is base.forward or _computes_the_same(module, adapter)
                 return adapter if plain and dense and kept else None
     return None
@@ -118,6 +119,21 @@ def splittable_linears(model: nn.Module) -> dict[str, SplittableLinear]:
         adapter = linear_adapter(module)
         if adapter is not None:
             found[name] = SplittableLinear(name, module, adapter)
+    return found
+
+
+def other_linears(model: nn.Module) -> dict[str, str]:
+    """Modules that have the features of a linear but are none that an adapter knows, nor around one: and why not."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        features = [getattr(module, key, None) for key in ("in_features", "out_features")]
+        if all(isinstance(size, int) for size in features) and not any(map(linear_adapter, module.modules())):
+            own = isinstance(module._parameters.get("weight"), nn.Parameter)
+            found[name] = (
+                "it computes something else than a linear does"
+                if own
+                else "its weight is no parameter, but made of others (weight norm, pruning, quantization)"
+            )
     return found
 
 

@@ -125,16 +125,16 @@ def _proven_linked(
     if failed is not None or any(way.sizes for way in ways):
         return [failed or "its code needs other sizes, and it shares a parameter with other modules"] * len(candidates)
     attributes = tuple(dict.fromkeys(change for way in ways for change in way.attributes))
+    where = "with the modules to which it hands on what belongs to its heads: " if len(candidates) > 1 else ""
     try:
         proof = RegionProof(model, found, _merged(candidates), size, run)
         verdict = proof.prove(attributes)
         if verdict.results_differ:
-            raise NotProven("what their module returns would differ on one rank")
+            raise NotProven("what their module returns beside their rows' outputs would differ on one rank")
     except NotProven as error:
-        return [f"with the modules to which it hands on what belongs to its heads: {error}"] * len(candidates)
+        return [f"{where}{error}"] * len(candidates)
     except Exception as error:
-        reason = f"with the modules to which it hands on what belongs to its heads: {type(error).__name__}: {error}"
-        return [reason] * len(candidates)
+        return [f"{where}{type(error).__name__}: {error}"] * len(candidates)
     return [replace(way, arguments=(), error=verdict.error, norms=verdict.norms, conditional=False) for way in ways]
 
 

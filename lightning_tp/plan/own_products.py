@@ -49,9 +49,13 @@ def own_products(model: nn.Module, found: Probe, regions: list[Region]) -> OwnPr
         holders = [m for m, module in model.named_modules() if any(p is not None and id(p) == key for p in
                    module._parameters.values())]  # fmt: skip
         user = next(iter(users))
+        if users == set(holders) and user in found.linears:
+            continue  # a linear by itself has no edges to split at
         if any(isinstance(model.get_submodule(holder), nn.Embedding) for holder in holders):
             continue
-        if len(users) > 1 or len(holders) > 1:
+        if model.get_parameter(name).is_complex():
+            own.reasons[name] = "it is complex"
+        elif len(users) > 1 or len(holders) > 1:
             own.reasons[name] = "several modules multiply by it"
         elif not _within(holders[0], user):
             own.reasons[name] = f"{user or 'the model'} multiplies by it, and it belongs to another module"

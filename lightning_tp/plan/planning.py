@@ -11,14 +11,31 @@ from torch import Tensor, nn
 
 from lightning_tp.errors import ParallelConfigError
 from lightning_tp.plan.meta import values_for_meta
+from lightning_tp.plan.plain_code import plain_code
 from lightning_tp.plan.state import module_state_kept, random_state_kept
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise for parameters that cannot be planned: lazy ones, and those of tensor subclasses."""
+    """Raise for a model that cannot be planned: no module, a script, lazy parameters, or those of other classes."""
+    if not isinstance(model, nn.Module):
+        raise ParallelConfigError(f"The model must be an nn.Module, not {model!r}.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ParallelConfigError(
+                f"{name or 'The model'} is a ScriptModule, whose code cannot be split. Give the module that it is of."
+            )
+    if next(model.parameters(), None) is None:
+        raise ParallelConfigError(
+            "The model has no parameters, so there is nothing to split. Quantized modules have none: give the plain "
+            "model."
+        )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ParallelConfigError(f"{name} is a lazy parameter: run the model once before it is split.")
+        if parameter.is_inference():
+            raise ParallelConfigError(
+                f"{name} was made under torch.inference_mode and cannot be trained: build the model outside of it."
+            )
         if type(parameter) is not nn.Parameter:
             raise ParallelConfigError(
                 f"{name} is a {type(parameter).__name__}: the model is already parallelized or quantized. "
@@ -48,7 +65,14 @@ def planning(model: nn.Module) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the tensors are small
     try:
-        with random_state_kept(), values_for_meta(model), module_state_kept(model), _training_with_gradients(model):
+        with (
+            torch.inference_mode(False),
+            plain_code(),
+            random_state_kept(),
+            values_for_meta(model),
+            module_state_kept(model),
+            _training_with_gradients(model),
+        ):
             yield
     finally:
         torch.set_num_threads(threads)

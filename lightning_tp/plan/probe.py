@@ -25,6 +25,7 @@ from lightning_tp.plan.analysis import Analysis
 from lightning_tp.plan.candidate import Probe
 from lightning_tp.plan.linears import splittable_linears
 from lightning_tp.plan.norms import Norm, recognised_norm
+from lightning_tp.plan.state import random_state_kept
 from lightning_tp.plan.trace import LinearTrace, Run, module_calls
 
 
@@ -40,7 +41,8 @@ def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int, f
         if seed == 0 and not norms:
             return first
         trace = LinearTrace(linears, seed)
-        with module_calls(model, trace), norms_by_element(model, norms, trace.run), trace:
+        # The same random numbers each time, so that code which draws them takes the same path.
+        with random_state_kept(), module_calls(model, trace), norms_by_element(model, norms, trace.run), trace:
             trace.run.outputs = run()
         return trace.run
 

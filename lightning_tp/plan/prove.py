@@ -25,13 +25,15 @@ from lightning_tp.plan.needs import index_sets, note, split_of
 from lightning_tp.plan.norms import recognised_norm
 from lightning_tp.plan.region_run import RegionRun
 from lightning_tp.plan.sharding_plan import ArgumentSlice, AttributeChange, Ranges, SizeRule, Split
-from lightning_tp.plan.stand_ins import changed_attributes, prepared_inputs, randomised, swapped
+from lightning_tp.plan.stand_ins import changed_attributes, has_gradient, prepared_inputs, randomised, swapped
+from lightning_tp.plan.state import random_state_kept
 from lightning_tp.plan.thin import ThinWeight
 
 _Values = Mapping[int, Tensor | ThinWeight]
 """By id of each parameter: what stands for it."""
 _OUT, _INTO = " (out)", " (in)"
 """Names of the two factors of a thin weight end so."""
+_DRAWS = " (its code draws random numbers, which differ on a share)"
 
 
 @dataclass
@@ -39,8 +41,8 @@ class Evidence:
     """What one run of a region has given.
 
     Attributes:
-        outputs: For each row its output without bias; on one rank: its addend.
-        full_outputs: For each row its output with bias (unsplit run only), detached.
+        outputs: For each call of a row its output without bias; on one rank: its addend.
+        full_outputs: For each call of a row its output with bias (unsplit run only), detached.
         input_grads: Gradients of what enters the region: the columns' inputs in the order of their first use, then the
             entries, then the sliced arguments.
         parameter_grads: Gradients of the module's parameters, by name; None where unused.
@@ -112,6 +114,7 @@ class RegionProof:
         # One that belongs to another module comes in as an argument.
         self.shards = [shard for shard in candidate.shards if self.ids[shard.parameter] in here]
         self.arguments: tuple[ArgumentSlice, ...] = ()
+        self.draws = False
         self.dtype = dtype
         try:
             self.references = self._references()
@@ -145,6 +148,8 @@ class RegionProof:
             for x in passed.run.row_inputs:
                 share = x.chunk(self.size, -1)[rank]
                 total = total + (share * torch.randn(share.shape, dtype=share.dtype)).sum().double()
+            if not total.requires_grad:
+                return  # the model detaches it
             grads = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
             for name, grad in zip(leaves, grads, strict=True):
                 note(sets[name], rank, grad)
@@ -187,6 +192,8 @@ class RegionProof:
         norms: set[str] = set()
         for full, parameters, inputs in self.references:
             passes = [self._forward(parameters, inputs, rank, attributes, full, rescale) for rank in range(self.size)]
+            if (attributes or rescale or self.arguments) and any(one.run.recomputes for one in passes):
+                raise NotProven("a part of its module is recomputed (torch.utils.checkpoint), which its changes miss")
             self._join_statistics(full, passes)
             ranks = [self._evidence(one) for one in passes]
             for rank in ranks:
@@ -196,7 +203,7 @@ class RegionProof:
             worst = max(worst, self._compare(full, ranks))
             results_differ |= any(self._results_differ(full, rank) for rank in ranks)
             if worst > TOLERANCE[self.dtype]:
-                raise NotProven(f"its numbers differ by {worst:.1e}")
+                raise NotProven(f"its numbers differ by {worst:.1e}{_DRAWS if self.draws else ''}")
         local = tuple(name for name in self.candidate.norms if name in norms)
         return Verdict(worst, tuple(rules or ()), local, results_differ)
 
@@ -233,7 +240,7 @@ class RegionProof:
             local.update(self._shares(parameters, rank))
         leaves = {key: value.leaves() for key, value in local.items() if isinstance(value, ThinWeight)}
         tensors = {
-            key: value.stand_in() if isinstance(value, ThinWeight) else nn.Parameter(value)
+            key: value.stand_in() if isinstance(value, ThinWeight) else nn.Parameter(value, has_gradient(value))
             for key, value in local.items()
         }
         of_weight = lambda linears: {id(tensors[id(linear.weight)]): linear for linear in linears.values()}  # noqa: E731
@@ -252,13 +259,17 @@ class RegionProof:
             args, kwargs = sliced_arguments(self.module, self.arguments, rank, args, kwargs)
         norms = {name: norm for name, norm in self.norms.items() if norm is not None}
         with (
+            random_state_kept(),
             swapped(self.module, self.slots, tensors, self.dtype),
             changed_attributes(self.model, changes),
             run.normalising(self.model, norms),
             run,
         ):
+            before = torch.get_rng_state()
             returned = self.run() if self.candidate.call is None else self.module(*args, **kwargs)
-        if len(run.outputs) != len(self.rows):
+            self.draws |= not torch.equal(before, torch.get_rng_state())
+        expected = self.rows if full is None else full.outputs
+        if not run.outputs.keys() >= expected.keys():
             raise NotProven("its rows were not reached when its module ran by itself")
         inside = [leaf for _, leaf in run.inputs.values()] + run.entered
         shards = [tensors[self.ids[shard.parameter]] for shard in self.shards]
@@ -273,15 +284,14 @@ class RegionProof:
         ]
         generator = torch.Generator().manual_seed(7)
         total = torch.zeros((), dtype=torch.float64, device=inside[0].device)
-        for row in self.rows:
-            out = run.outputs[row]
+        for out in run.outputs.values():
             total = total + (out * torch.randn(out.shape, dtype=out.dtype, generator=generator).to(out.device)).sum()
         named_parameters: dict[str, Tensor] = {}
         for _, _, p in self.slots:
             name = self.parameter_names[id(p)]
             if id(p) in leaves:
                 named_parameters |= {f"{name}{_OUT}": leaves[id(p)].out, f"{name}{_INTO}": leaves[id(p)].into}
-            else:
+            elif has_gradient(p):
                 named_parameters[name] = tensors[id(p)]
         return _Pass(run, total, [*inside, *cut], past, named_parameters, results)
 
@@ -344,6 +354,8 @@ class RegionProof:
         """The largest relative difference between the unsplit evidence and that of all ranks together."""
         if full.leaks or any(rank.leaks for rank in ranks):
             raise NotProven("a tensor enters it past its columns")
+        if not all(bool(output.isfinite().all()) for output in full.outputs.values()):
+            raise NotProven("its numbers are not finite on the example input")
         worst = 0.0
         for name, output in full.outputs.items():
             worst = max(worst, difference(output, [rank.outputs[name] for rank in ranks]))
@@ -415,7 +427,8 @@ def _results(returned: Any, leaves: list[Tensor]) -> list[Tensor | None]:
     results: list[Tensor | None] = []
     for value in tensors_in(returned):
         inside = value.requires_grad and any(
-            grad is not None for grad in torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
+            grad is not None
+            for grad in torch.autograd.grad(value.abs().sum(), leaves, retain_graph=True, allow_unused=True)
         )
         results.append(None if inside else value.detach())
     return results

@@ -18,6 +18,8 @@ from lightning_tp.plan.sharding_plan import Entry, SizeRule
 from lightning_tp.plan.sizes import SIZED_FUNCTIONS, apply_rule, derive_rule, names_sizes, output_shape
 from lightning_tp.plan.thin import ThinWeight
 
+_CALL = " call "
+
 
 class RegionRun(TorchFunctionMode):
     """Cuts what enters the region, collects the rows' outputs, and rescales sizes if it is given the unsplit calls.
@@ -52,6 +54,7 @@ class RegionRun(TorchFunctionMode):
         self.with_bias: dict[str, Tensor] = {}
         self.calls: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         self.rules: list[SizeRule] = []
+        self.recomputes = False
         self.norm_calls = 0
         self.statistics: dict[int, tuple[Tensor, Tensor]] = {}
         self.local_norms: set[str] = set()
@@ -60,6 +63,9 @@ class RegionRun(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs, _ = without_dropout(function, args, kwargs or {})
+        if kwargs.get("out") is not None:
+            with torch.no_grad():  # such a call has no gradient
+                return function(*args, **kwargs)
         with torch.enable_grad():
             if names_sizes(function, args):
                 return self._sized(function, args, kwargs)
@@ -108,7 +114,7 @@ class RegionRun(TorchFunctionMode):
         return norm.apply(x, leaf, weight, module._parameters.get("bias"))
 
     def _sized(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(self.outputs) == len(self.rows):
+        if len(self.outputs) >= len(self.rows):
             return function(*args, **kwargs)  # behind the region nothing is split
         if self.full_calls is None:
             result = function(*args, **kwargs)
@@ -130,6 +136,10 @@ class RegionRun(TorchFunctionMode):
 
     def _reduced(self, row: str, x: Tensor, product: Tensor, result: Tensor) -> Tensor:
         """What stands for the output of ``row`` behind it: that of the unsplit run."""
+        calls = sum(key.partition(_CALL)[0] == row for key in self.outputs)
+        row = f"{row}{_CALL}{calls}" if calls else row  # a loop
+        if self.full_outputs is not None and row not in self.full_outputs:
+            raise NotProven("its code takes another path on one rank's share")
         self.row_inputs.append(x)
         self.outputs[row] = product
         if self.full_outputs is not None:

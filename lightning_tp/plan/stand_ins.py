@@ -19,10 +19,18 @@ Slots = list[tuple[nn.Module, str, nn.Parameter]]
 """Where parameters stand: module, name in it, parameter."""
 
 
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether the dtype of ``tensor`` is one that gradients exist for."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def randomised(parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """``parameter`` with noise of its own scale added, so that zeros and ones hide nothing."""
     if is_compact(parameter):
         return compact(parameter, dtype, generator)
+    if not has_gradient(parameter):
+        return parameter.detach().clone()
+    dtype = dtype.to_complex() if parameter.is_complex() else dtype
     value = parameter.detach().to(dtype)
     scale = float(value.std()) if value.numel() > 1 else 0.0
     noise = torch.randn(value.shape, dtype=dtype, generator=generator).to(value.device)
@@ -64,7 +72,7 @@ def swapped(module: nn.Module, slots: Slots, tensors: Mapping[int, Tensor], dtyp
     for holder, entries in buffers:
         for key, buffer in entries.items():
             if buffer is not None:
-                holder._buffers[key] = buffer.to(dtype) if buffer.is_floating_point() else buffer.clone()
+                holder._buffers[key] = buffer.to(dtype, copy=True) if buffer.is_floating_point() else buffer.clone()
     try:
         yield
     finally:

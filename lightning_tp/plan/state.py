@@ -74,7 +74,7 @@ def _content(value: Any) -> Any:
     if isinstance(value, nn.Parameter):
         return None
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, (list, deque)):
         return list(value)
     if isinstance(value, (dict, set)):
@@ -102,6 +102,8 @@ def _refill(value: Any, content: Any) -> None:
     if isinstance(value, Tensor):
         if value.shape != content.shape:
             raise ParallelConfigError("Running the model once to plan its split resized one of its buffers.")
+        if value.requires_grad and not content.requires_grad:
+            value.detach_()  # gradients were on where the model switches them off
         if not torch.equal(value, content):
             with torch.no_grad():
                 value.copy_(content)

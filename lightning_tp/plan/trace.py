@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_tp.dropout import without_dropout
@@ -19,10 +20,12 @@ from lightning_tp.plan.record import Record
 
 _OBSERVERS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__,
-    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__,
+    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__, Tensor.__format__,
+    torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, torch.is_nonzero, Tensor.is_nonzero,
 }  # fmt: skip
 _ABOUT_VALUES = {"dtype", "device", "requires_grad", "is_cuda", "is_meta", "layout", "grad", "_backward_hooks"}
 """Properties of a tensor that are those of its parts."""
+_BACKWARDS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
 @dataclass
@@ -76,12 +79,16 @@ class Run:
     readers: dict[int, set[str]] = field(default_factory=dict)
     """By id of each parameter: the innermost modules that have read it, or its shape."""
     foreign_uses: set[int] = field(default_factory=set)
-    """ids of the weights that something else than their own linear reads."""
+    """ids of the weights and biases that something else than their own linear reads."""
+    transformed: set[int] = field(default_factory=set)
+    """ids of the weights that are multiplied by inside a function transform (vmap, grad)."""
     random_calls: int = 0
     norm_inputs: list[tuple[str, Tensor]] = field(default_factory=list)
     """Name and input of each normalisation that passed its input on element by element."""
     observed: list[Tensor] = field(default_factory=list)
     """Tensors that became numbers of Python, to be compared or logged: they have left the computation."""
+    differentiated: list[Tensor] = field(default_factory=list)
+    """Tensors of which the model itself took gradients."""
     outermost: list[Any] = field(default_factory=list)
     """What the outermost module calls have returned."""
     outputs: Any = None
@@ -112,6 +119,9 @@ class LinearTrace(TorchFunctionMode):
         self.run = Run()
         self.stack: list[ModuleCall] = []
         self._linears = {id(linear.weight): linear for linear in linears.values()}
+        biases = [linear.module._parameters.get("bias") for linear in linears.values()]
+        self._biases = {id(bias) for bias in biases if bias is not None}
+        self._sources: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seed = seed
 
@@ -120,47 +130,89 @@ class LinearTrace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(function, "__name__", "") in ("__get__", "__set__"):
-            result = function(*args, **kwargs)
-            if getattr(function.__self__, "__name__", "") not in _ABOUT_VALUES:
-                self._read(args[0])
-            if isinstance(result, Tensor):
-                self.run.record.add(function, args, kwargs, result)
-                if id(args[0]) in self._linears and result._base is not args[0]:
-                    self.run.foreign_uses.add(id(args[0]))  # .data
-            return result
+            return self._attribute(function, args, kwargs)
         args, kwargs, probability = without_dropout(function, args, kwargs)
         self.run.random_calls += probability > 0
+        tensors = _tensors((*args, *kwargs.values()))
         operands = weight_operand(function, args, kwargs)
         linear = self._linears.get(id(operands[1])) if operands is not None else None
         if operands is None or linear is None or linear.adapter.output_dim != operands[2]:
-            linear = own = None
-        else:
-            own = operands[1]
-        for value in (*args, *kwargs.values()):
-            for entry in value if isinstance(value, (list, tuple)) else (value,):
-                if not isinstance(entry, Tensor):
-                    continue
-                source = entry if isinstance(entry, nn.Parameter) else entry._base
-                self._read(source)
-                if id(source) in self._linears and source is not own and function not in TRANSPOSES:
-                    self.run.foreign_uses.add(id(source))
-                if function in PRODUCTS and isinstance(source, nn.Parameter) and self.stack:
-                    self.run.users.setdefault(id(source), set()).add(self.stack[-1].name)
-        if function in _OBSERVERS:
-            self.run.observed.append(args[0])
+            linear = None
+        elif is_functorch_wrapped_tensor(operands[0]):
+            self.run.transformed.add(id(linear.weight))
+            linear = None
+        own = {id(parameter) for parameter in linear.module._parameters.values()} if linear is not None else set()
+        for tensor in tensors:
+            source = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+            self._read(source)
+            if id(source) in self._linears and id(source) not in own and function not in TRANSPOSES:
+                self.run.foreign_uses.add(id(source))
+            if id(source) in self._biases and id(source) not in own and not self._is_of_caller(source):
+                self.run.foreign_uses.add(id(source))
+            if function in PRODUCTS and isinstance(source, nn.Parameter) and self.stack:
+                self.run.users.setdefault(id(source), set()).add(self.stack[-1].name)
+        if function in _OBSERVERS or kwargs.get("out") is not None:
+            self._observe(tensors)
         with torch.enable_grad():
-            if function is Tensor.detach:
+            if function in _BACKWARDS:
+                result = self._differentiate(function, *args, **kwargs)
+            elif kwargs.get("out") is not None:
+                with torch.no_grad():  # such a call has no gradient
+                    result = function(*args, **kwargs)
+            elif function is Tensor.detach:
                 result = args[0].view_as(args[0])
             elif operands is None or linear is None:
                 result = function(*args, **kwargs)
             else:
                 result = self._cut(linear, operands[0])
         self.run.record.add(function, args, kwargs, result)
+        self._note_sources(result, tensors)
         return result
 
     def _read(self, source: Any) -> None:
         if isinstance(source, nn.Parameter):
             self.run.readers.setdefault(id(source), set()).add(self.stack[-1].name if self.stack else "")
+
+    def _attribute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        tensor = args[0]
+        if getattr(function.__self__, "__name__", "") not in _ABOUT_VALUES:
+            self._read(tensor)
+        if id(tensor) in self._linears or id(tensor) in self._biases:
+            elsewhere = function.__self__ is Tensor.shape and not self._is_of_caller(tensor)
+            if elsewhere or (isinstance(result, Tensor) and result._base is not tensor):  # .data
+                self.run.foreign_uses.add(id(tensor))
+        if isinstance(result, Tensor):
+            self.run.record.add(function, args, kwargs, result)
+            self._note_sources(result, [tensor])
+        return result
+
+    def _is_of_caller(self, parameter: Any) -> bool:
+        """Whether the module that runs holds ``parameter``."""
+        return bool(self.stack) and any(p is parameter for p in self.stack[-1].module._parameters.values())
+
+    def _note_sources(self, result: Any, tensors: list[Tensor]) -> None:
+        """Remember what a result that no graph leads back from was computed from: a comparison, an index, ``.data``."""
+        for tensor in _tensors((result,)):
+            if not tensor.requires_grad:
+                sources = {id(source): source for argument in tensors for source in self._live(argument)}
+                if sources:
+                    self._sources[id(tensor)] = (tensor, list(sources.values()))
+
+    def _live(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor] if tensor.requires_grad else self._sources.get(id(tensor), (tensor, []))[1]
+
+    def _observe(self, tensors: list[Tensor]) -> None:
+        self.run.observed += [source for tensor in tensors for source in (tensor, *self._live(tensor))]
+
+    def _differentiate(self, function: Any, outputs: Any, inputs: Any = (), *args: Any, **kwargs: Any) -> Any:
+        """What stands for gradients that the model takes itself, which would end at the cuts."""
+        outputs = _tensors((outputs,))
+        self.run.differentiated += outputs
+        if function is not torch.autograd.grad:
+            return None
+        total = sum(output.sum() for output in outputs)
+        return tuple(torch.randn_like(tensor) + 0 * total for tensor in _tensors((inputs,)))
 
     def _cut(self, linear: SplittableLinear, x: Tensor) -> Tensor:
         """What stands for the output of ``linear``, which is not computed."""
@@ -192,6 +244,12 @@ class LinearTrace(TorchFunctionMode):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors in arguments or a result, and in lists and tuples among them."""
+    entries = (entry for value in values for entry in (value if isinstance(value, (list, tuple)) else (value,)))
+    return [entry for entry in entries if isinstance(entry, Tensor)]
 
 
 @contextmanager

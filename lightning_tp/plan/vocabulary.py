@@ -19,6 +19,7 @@ from lightning_tp.plan.trace import ModuleCall
 
 VocabularyParallel = Literal["auto"] | bool
 
+_NO_HEAD = "it is no output head for many words"
 _FEWEST_WORDS = 1024
 _FEWEST_OTHERS = 16_384
 """Rows of a table that is split where the model has none of as many words at its other end: no table of positions."""
@@ -73,8 +74,9 @@ class Vocabularies:
             try:
                 self.regions.append(self._region(name, self._holders[name]))
             except NotProven as reason:
-                for holder in self._holders[name]:
-                    self.reasons.setdefault(holder, str(reason))
+                if str(reason) != _NO_HEAD:  # of other linears the probe has said why
+                    for holder in self._holders[name]:
+                        self.reasons.setdefault(holder, str(reason))
 
     def _is_embedding(self, module: str) -> bool:
         return isinstance(self._model.get_submodule(module), nn.Embedding)
@@ -128,7 +130,7 @@ class Vocabularies:
             words, features = weight.shape
             read_and_written = words in self._words_in and words in self._words_out
             if not read_and_written and words < 4 * features:
-                raise NotProven("it is no table of words" if embeddings else "it is no output head for many words")
+                raise NotProven("it is no table of words" if embeddings else _NO_HEAD)
             share = weight.numel() * self._size / self._total
             fewest = _FEWEST_WORDS if read_and_written else _FEWEST_OTHERS
             if self._mode == "auto" and (words < fewest or share < _SMALLEST_SHARE):
