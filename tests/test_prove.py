@@ -113,3 +113,25 @@ def test_a_plan_for_another_model_is_refused() -> None:
     other, other_inputs = example("fused gate")
     with pytest.raises(PlanError, match="made for another model"):
         lightning_tp.prove_plan(other, other_inputs, plan)
+
+
+class Logs(nn.Module):
+    """Features that are split, and of which a number is taken."""
+
+    def __init__(self, logs: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.logs, self.seen = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), logs, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).relu()
+        if self.logs:
+            self.seen = hidden.mean().item()
+        return self.down(hidden)
+
+
+def test_a_plan_for_code_that_did_not_log_what_it_splits() -> None:
+    x = torch.randn(2, LENGTH, WIDTH)
+    plan = lightning_tp.find_plan(Logs(False), x, 2)
+    lightning_tp.prove_plan(Logs(False), x, plan)
+    with pytest.raises(PlanError, match=r"output of its column up is returned, logged, or decides something"):
+        lightning_tp.prove_plan(Logs(True), x, plan)

@@ -10,9 +10,11 @@ from torch import nn
 from lightning_tp.errors import PlanError
 from lightning_tp.parallel.apply import check_plan
 from lightning_tp.parallel.torch_modules import local_forward
+from lightning_tp.plan.analysis import outputs_of
 from lightning_tp.plan.boundary import BoundarySplit, Cut
 from lightning_tp.plan.candidate import Candidate, Probe
 from lightning_tp.plan.compare import NotProven
+from lightning_tp.plan.graph import Reach
 from lightning_tp.plan.linears import SplittableLinear, splittable_linears
 from lightning_tp.plan.localize import localize
 from lightning_tp.plan.norms import recognised_norm
@@ -52,7 +54,23 @@ def plan_faults(model: nn.Module, plan: ShardingPlan, traced: Run, run: Callable
     missing = {name: "the example does not run it" for name in called if name not in traced.module_calls}
     if missing:
         return missing
+    leaving = _leaving_faults(plan, traced)
+    if leaving:
+        return leaving
     return _boundary_faults(model, plan, traced) | _region_faults(model, plan, splittable_linears(model), traced, run)
+
+
+def _leaving_faults(plan: ShardingPlan, traced: Run) -> dict[str, str]:
+    """Columns whose output leaves the computation: returned, logged, or turned into a number that decides something."""
+    reach = Reach([call.y for call in traced.calls])
+    mask = 0
+    for tensor in (*outputs_of(traced), *traced.observed):
+        mask |= reach.of(tensor)
+    regions = {column.module: region.module for region, column in plan.columns()}
+    left = [call.owner for index, call in enumerate(traced.calls) if mask >> index & 1 and call.owner in regions]
+    return {
+        regions[name]: f"the output of its column {name} is returned, logged, or decides something" for name in left
+    }
 
 
 def _boundary_faults(model: nn.Module, plan: ShardingPlan, traced: Run) -> dict[str, str]:
