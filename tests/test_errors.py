@@ -77,7 +77,8 @@ if __name__ == "__main__":
 """
 
 CASES = {
-    "heads": r"tensor_parallel_size=2 does not fit this model: attention heads .*Legal sizes: [1, 3]",
+    "heads": r"tensor_parallel_size=2 does not fit this model: attention heads .*Legal sizes: [1]. "
+    ".*q_proj, .*o_proj: 1, 3; .*gate_proj, .*down_proj: 1, 2, 4,",
     "mapping": "The pattern '*.nothing' of the plan matches no linear of the model.",
     "file": "There is no plan file no-such-plan.yaml.",
     "other model": "None of its modules is in this model.",

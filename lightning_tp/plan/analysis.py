@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tp.errors import ParallelConfigError
-from lightning_tp.plan.candidate import USED_BY_HAND, USED_ELSEWHERE, Candidate, Misfit, Probe
+from lightning_tp.plan.candidate import USED_BY_HAND, USED_ELSEWHERE, Candidate, Fit, Probe
 from lightning_tp.plan.graph import Reach, connected, tensors_in
 from lightning_tp.plan.linears import SplittableLinear
 from lightning_tp.plan.needs import IndexSets, index_sets, is_clean, note, split_of, union
@@ -68,7 +68,7 @@ class Analysis:
         self.ineligible = self._ineligible()
         self.read_biases = self._read_biases(model)
         self.reasons = dict(self.ineligible)
-        self.misfits: list[Misfit] = []
+        self.misfits: list[Fit] = []
         self.candidates: list[Candidate] = []
         self.rejected: list[list[str]] = []
         self.occurrences: dict[int, int] = {}
@@ -440,12 +440,12 @@ class Analysis:
                 return None
         return Entry((ranges_of(rows.nonzero().flatten().tolist()),), call.owner)
 
-    def _misfit(self, producers: list[int], consumers: list[int]) -> Misfit | None:
+    def _misfit(self, producers: list[int], consumers: list[int]) -> Fit | None:
         """What to say of a group that this size does not split, if other sizes do."""
         known = self.known_needs.get((self._places((*producers, *consumers)), len(producers), self.size))
         legal = self._legal_sizes(producers, consumers) if known is None or not known.dense else (1,)
         rows = tuple(self._names(consumers))
-        return Misfit(tuple(self._distinct(producers)), rows, legal) if len(legal) > 1 else None
+        return Fit(tuple(self._distinct(producers)), rows, legal) if len(legal) > 1 else None
 
     def _legal_sizes(self, producers: list[int], consumers: list[int]) -> tuple[int, ...]:
         """The sizes up to 64 that split this group without cutting a head.

@@ -14,8 +14,8 @@ USED_BY_HAND = "its weight is used without calling the module"
 
 
 @dataclass(frozen=True)
-class Misfit:
-    """Linears that other tensor-parallel sizes can split, but not the one asked for."""
+class Fit:
+    """Linears that are split together, and the tensor-parallel sizes up to 64 that can split them."""
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
@@ -93,7 +93,7 @@ class Probe:
     Attributes:
         linears: All linears that an adapter knows, by name.
         candidates: What may become a region.
-        misfits: What other sizes could split.
+        misfits: What other sizes can split, but not the one asked for.
         reasons: For each linear that is in no candidate: why.
         run: The traced run.
         finals: The linears whose output no other linear is computed from, unless their weight is used elsewhere.
@@ -102,7 +102,7 @@ class Probe:
 
     linears: dict[str, SplittableLinear]
     candidates: list[Candidate]
-    misfits: list[Misfit]
+    misfits: list[Fit]
     reasons: dict[str, str]
     run: Run
     finals: list[str] = field(default_factory=list)

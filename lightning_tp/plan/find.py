@@ -14,10 +14,10 @@ from torch import nn
 from lightning_tp.errors import ParallelConfigError, PlanError
 from lightning_tp.parallel.apply import check_plan
 from lightning_tp.plan.cache import cache_folder, cached_plan, keep_plan, plan_key
-from lightning_tp.plan.candidate import Misfit, Probe
+from lightning_tp.plan.candidate import Fit, Probe
 from lightning_tp.plan.linears import other_linears, splittable_linears
 from lightning_tp.plan.localize import localize
-from lightning_tp.plan.own_products import OwnProducts, boundary_legal_sizes, boundary_regions, own_products
+from lightning_tp.plan.own_products import OwnProducts, boundary_limits, boundary_regions, own_products
 from lightning_tp.plan.planning import check_model, model_runner, planning, randomised_parameters
 from lightning_tp.plan.probe import probe
 from lightning_tp.plan.recheck import plan_faults
@@ -119,9 +119,9 @@ def search_plan(
         misfits = [*found.misfits, *misfits]
         regions += boundaries
         refused = bool(misfits) and styles is None and options.unsplittable == "error"
-        legal = _legal_sizes(model, found, own, regions, misfits, size) if refused or with_legal_sizes else [1]
+        limits = _limits(model, found, own, regions, size) if refused or with_legal_sizes else []
         if refused:
-            raise ParallelConfigError(_misfit_message(misfits, legal, size))
+            raise ParallelConfigError(_misfit_message(misfits, limits, size))
         wanted = None if styles is None else lambda name: _style_of(name, styles) == "vocabulary"
         vocabularies = Vocabularies(model, found, regions, size, options.vocabulary_parallel, wanted)
         regions += vocabularies.regions
@@ -130,7 +130,7 @@ def search_plan(
         _check_styles_followed(found, styles, regions, vocabularies)
     if options.cache:
         keep_plan(cache_folder(), key, plan)
-    return plan, legal
+    return plan, sorted({*_legal_sizes([*misfits, *limits]), *(() if misfits else (1, size))})
 
 
 def _cached(model: nn.Module, key: str, first: Run, run: Callable[[], Any]) -> ShardingPlan | None:
@@ -145,18 +145,20 @@ def _cached(model: nn.Module, key: str, first: Run, run: Callable[[], Any]) -> S
     return None if plan_faults(model, plan, first, run) else plan
 
 
-def _legal_sizes(
-    model: nn.Module, found: Probe, own: OwnProducts, regions: list[Region], misfits: list[Misfit], size: int
-) -> list[int]:
-    """The sizes that split everything that ``regions`` split and ``misfits`` could."""
+def _limits(model: nn.Module, found: Probe, own: OwnProducts, regions: list[Region], size: int) -> list[Fit]:
+    """What ``regions`` split, with the sizes that split it."""
     rows = {region.rows for region in regions if region.boundary is None}
-    limits = [candidate.legal_sizes() for candidate in found.candidates if candidate.rows in rows]
-    limits += [misfit.legal_sizes for misfit in misfits]
-    limits += boundary_legal_sizes(model, found, own, regions, size)
-    legal = set(limits[0]) if limits else {1}
-    for limit in limits:
-        legal &= set(limit)
-    return sorted(legal if misfits else {*legal, size})
+    limits = [
+        Fit(tuple(column.module for column in candidate.columns), candidate.rows, candidate.legal_sizes())
+        for candidate in found.candidates
+        if candidate.rows in rows
+    ]
+    return limits + boundary_limits(model, found, own, regions, size)
+
+
+def _legal_sizes(limits: list[Fit]) -> set[int]:
+    """The sizes that split everything that ``limits`` are about."""
+    return set.intersection(*(set(limit.legal_sizes) for limit in limits)) if limits else {1}
 
 
 def _plan(
@@ -220,18 +222,20 @@ def _check_arguments(size: int, styles: Mapping[str, str] | None, options: Searc
         raise PlanError(f'styles maps name patterns to styles, as in {{"*.up": "column"}}; it cannot be {styles!r}.')
 
 
-def _misfit_message(misfits: list[Misfit], legal: list[int], size: int) -> str:
-    kinds: dict[tuple[int, ...], list[Misfit]] = {}
-    for misfit in misfits:
-        kinds.setdefault(misfit.legal_sizes, []).append(misfit)
-    limits = []
+def _misfit_message(misfits: list[Fit], limits: list[Fit], size: int) -> str:
+    """Why ``size`` does not fit: the linears that it does not split, then the others that forbid yet other sizes."""
+    fits = _legal_sizes(misfits)
+    kinds: dict[tuple[int, ...], list[Fit]] = {}
+    for limit in [*misfits, *(limit for limit in limits if not fits <= {*limit.legal_sizes})]:
+        kinds.setdefault(limit.legal_sizes, []).append(limit)
+    lines = []
     for sizes, alike in kinds.items():
         more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
-        limits.append(f"{', '.join((*alike[0].columns, *alike[0].rows))}{more}: {', '.join(map(str, sizes))}")
+        lines.append(f"{', '.join((*alike[0].columns, *alike[0].rows))}{more}: {', '.join(map(str, sizes))}")
     return (
         f"tensor_parallel_size={size} does not fit this model: attention heads or features of some linears are not "
-        f"divisible by it. Legal sizes: {legal}. Limited by: {'; '.join(limits)}. Change tensor_parallel_size, or pass "
-        'unsplittable="replicate" to keep these linears whole on every rank.'
+        f"divisible by it. Legal sizes: {sorted(_legal_sizes([*misfits, *limits]))}. Limited by: {'; '.join(lines)}. "
+        'Change tensor_parallel_size, or pass unsplittable="replicate" to keep these linears whole on every rank.'
     )
 
 

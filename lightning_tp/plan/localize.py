@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_tp.plan.candidate import Candidate, Misfit, Probe
+from lightning_tp.plan.candidate import Candidate, Fit, Probe
 from lightning_tp.plan.compare import NotProven
 from lightning_tp.plan.linears import SplittableLinear
 from lightning_tp.plan.prove import RegionProof
@@ -61,7 +61,7 @@ def localize(
                 legal = (1,) if candidate.is_complete else candidate.legal_sizes()
                 if len(legal) > 1 and size not in legal:
                     columns = tuple(column.module for column in candidate.columns)
-                    found.misfits.append(Misfit(columns, candidate.rows, legal))
+                    found.misfits.append(Fit(columns, candidate.rows, legal))
                     way = found.misfits[-1].reason(size)
                 for name in candidate.members:
                     found.reasons[name] = way

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_tp.parallel.torch_modules import local_forward
 from lightning_tp.plan.boundary import BoundarySplit
-from lightning_tp.plan.candidate import Misfit, Probe
+from lightning_tp.plan.candidate import Fit, Probe
 from lightning_tp.plan.compare import NotProven
 from lightning_tp.plan.sharding_plan import AttributeChange, Region
 
@@ -67,10 +67,10 @@ def own_products(model: nn.Module, found: Probe, regions: list[Region]) -> OwnPr
 
 def boundary_regions(
     model: nn.Module, found: Probe, own: OwnProducts, size: int, styles: Mapping[str, str] | None
-) -> tuple[list[Region], list[Misfit]]:
+) -> tuple[list[Region], list[Fit]]:
     """The modules of ``own`` that can be split at their edges, and those that other sizes could split."""
     regions: list[Region] = []
-    misfits: list[Misfit] = []
+    misfits: list[Fit] = []
     for user, names in own.users.items():
         module = model.get_submodule(user)
         wanted = styles is None or any(
@@ -86,7 +86,7 @@ def boundary_regions(
             if wanted and _is_whole_module(own, user, module):
                 legal = _legal_sizes(model, found, own, user, size)
                 if len(legal) > 1 and size not in legal:
-                    misfits.append(Misfit(tuple(names), (), legal))
+                    misfits.append(Fit(tuple(names), (), legal))
                     text = f"{size} ranks do not fit; legal sizes: {', '.join(map(str, legal))}"
             for name in names:
                 own.reasons[name] = text
@@ -96,13 +96,11 @@ def boundary_regions(
     return regions, misfits
 
 
-def boundary_legal_sizes(
-    model: nn.Module, found: Probe, own: OwnProducts, regions: list[Region], size: int
-) -> list[tuple[int, ...]]:
+def boundary_limits(model: nn.Module, found: Probe, own: OwnProducts, regions: list[Region], size: int) -> list[Fit]:
     """The sizes that split the modules of ``regions`` at their edges, one entry for each kind of module."""
     users = {region.module for region in regions if region.boundary is not None}
     kinds = {found.run.kind(found.run.module_calls[user][0]): user for user in users}
-    return [_legal_sizes(model, found, own, user, size) for user in kinds.values()]
+    return [Fit(tuple(own.users[user]), (), _legal_sizes(model, found, own, user, size)) for user in kinds.values()]
 
 
 def _search(model: nn.Module, found: Probe, own: OwnProducts, user: str, size: int) -> BoundarySplit:
