@@ -41,7 +41,6 @@ def probe(model: nn.Module, run: Callable[[], Any], tensor_parallel_size: int, f
         if seed == 0 and not norms:
             return first
         trace = LinearTrace(linears, seed)
-        # The same random numbers each time, so that code which draws them takes the same path.
         with random_state_kept(), module_calls(model, trace), norms_by_element(model, norms, trace.run), trace:
             trace.run.outputs = run()
         return trace.run

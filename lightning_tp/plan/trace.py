@@ -17,6 +17,7 @@ from lightning_tp.dropout import without_dropout
 from lightning_tp.plan.graph import copied_objects
 from lightning_tp.plan.linears import PRODUCTS, TRANSPOSES, SplittableLinear, weight_operand
 from lightning_tp.plan.record import Record
+from lightning_tp.plan.state import random_state_kept
 
 _OBSERVERS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__,
@@ -284,9 +285,9 @@ def module_calls(model: nn.Module, trace: LinearTrace) -> Iterator[None]:
 
 
 def traced_run(model: nn.Module, linears: Mapping[str, SplittableLinear], run: Callable[[], Any], seed: int = 0) -> Run:
-    """Run ``model`` through ``run`` and record it."""
+    """Run ``model`` through ``run`` and record it. Each run draws the same random numbers, and takes the same path."""
     trace = LinearTrace(linears, seed)
-    with module_calls(model, trace), trace:
+    with random_state_kept(), module_calls(model, trace), trace:
         trace.run.outputs = run()
     return trace.run
 
