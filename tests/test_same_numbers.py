@@ -32,7 +32,7 @@ MODELS: dict[str, Any] = {
 
 def build(name: str) -> Any:
     # A large epsilon: where a gradient is almost zero, Adam would turn rounding into whole steps.
-    optimizer = partial(AdamW, lr=1e-3, eps=1e-6, weight_decay=0.1)
+    optimizer = partial(AdamW, lr=1e-3, eps=1e-5, weight_decay=0.1)
     return MODELS[name](vocab_size=VOCAB, optimizer=optimizer, warmup_steps=2)
 
 
