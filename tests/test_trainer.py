@@ -76,10 +76,11 @@ def data() -> TensorDataset:
     return TensorDataset(*(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes))
 
 
-def trainer(sizes: tuple[int, int] | None, **options: Any) -> pl.Trainer:
+def trainer(sizes: tuple[int, int] | None, vocabulary_parallel: bool = False, **options: Any) -> pl.Trainer:
     """A quiet Trainer: on one device, or with ``sizes`` (tensor-, data-parallel) on the ranks of the pool."""
+    split = partial(lightning_tp.TensorParallelStrategy, vocabulary_parallel=vocabulary_parallel)
     return pl.Trainer(
-        strategy="auto" if sizes is None else lightning_tp.TensorParallelStrategy(*sizes),
+        strategy="auto" if sizes is None else split(*sizes),
         devices=1 if sizes is None else sizes[0] * sizes[1],
         accelerator="cpu",
         **{
@@ -262,9 +263,13 @@ def test_outside_of_a_step_the_model_shows_its_global_sizes(ranks2: RankPool) ->
     ranks2.run(outside)
 
 
+WORDS = 19
+"""Divisible by no number of ranks."""
 MODELS: dict[str, Any] = {
-    "llama": partial(LlamaModule, vocab_size=16, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2),
-    "gpt": partial(GPTModule, vocab_size=16, hidden_size=32, num_layers=1, num_heads=4, dropout=0.0, block_size=8),
+    "llama": partial(
+        LlamaModule, vocab_size=WORDS, tie_embeddings=True, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2
+    ),
+    "gpt": partial(GPTModule, vocab_size=WORDS, hidden_size=32, num_layers=1, num_heads=4, dropout=0.0, block_size=8),
 }
 
 
@@ -280,13 +285,14 @@ def fit_from(
     name: str, sizes: tuple[int, int] | None, folder: str, start: str | None, steps: int
 ) -> tuple[list[float], dict[str, Tensor]]:
     pl.seed_everything(0, verbose=False)
-    tokens = torch.randint(16, (8 * 4, 9), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(WORDS, (8 * 4, 9), generator=torch.Generator().manual_seed(3))
     ways, part = (1, 0) if sizes is None else (sizes[1], dist.get_rank() // sizes[0])
     batches = [(b[:, :-1].chunk(ways)[part], b[:, 1:].chunk(ways)[part]) for b in tokens.split(4)]
     losses = Losses()
     saving = ModelCheckpoint(folder, filename="last", save_top_k=-1, every_n_train_steps=1)
     run = trainer(
         sizes,
+        vocabulary_parallel=True,
         max_steps=steps,
         max_epochs=-1,
         callbacks=[losses, saving],
@@ -299,7 +305,7 @@ def fit_from(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt"])
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (2, 2)])
 def test_checkpoints_go_from_any_layout_to_one_device_and_back(
     ranks2: RankPool, ranks4: RankPool, tmp_path: Path, name: str, sizes: tuple[int, int]
 ) -> None:
