@@ -89,6 +89,7 @@ class RegionProof:
         size: int,
         run: Callable[[], Any],
         dtype: torch.dtype = torch.float64,
+        arguments: tuple[ArgumentSlice, ...] = (),
     ) -> None:
         self.model, self.candidate, self.size = model, candidate, size
         linears = found.linears
@@ -113,7 +114,7 @@ class RegionProof:
         self.features = [feature_changes(model, candidate.columns, candidate.rows, rank) for rank in range(size)]
         # One that belongs to another module comes in as an argument.
         self.shards = [shard for shard in candidate.shards if self.ids[shard.parameter] in here]
-        self.arguments: tuple[ArgumentSlice, ...] = ()
+        self.arguments = arguments
         self.draws = False
         self.dtype = dtype
         try:
@@ -140,6 +141,8 @@ class RegionProof:
         _, parameters, (args, kwargs) = self.references[0]
         named = {str(position): value for position, value in enumerate(args)} | dict(kwargs)
         leaves = {name: value.detach().requires_grad_(True) for name, value in named.items() if _is_float(value)}
+        if not leaves:
+            return
         changed = tuple(leaves.get(str(i), value) for i, value in enumerate(args))
         passed = self._forward(parameters, (changed, {**kwargs, **{k: v for k, v in leaves.items() if k in kwargs}}))
         sets = {name: index_sets(leaf.shape, self.size) for name, leaf in leaves.items()}
@@ -173,8 +176,9 @@ class RegionProof:
         own = next(iter(self.columns.values())).weight.dtype
         if own is not self.dtype and own in TOLERANCE:
             if self._in_own_dtype is None:
-                self._in_own_dtype = RegionProof(self.model, self._found, self.candidate, self.size, self.run, own)
-                self._in_own_dtype.slice_arguments()
+                self._in_own_dtype = RegionProof(
+                    self.model, self._found, self.candidate, self.size, self.run, own, self.arguments
+                )
             again = self._in_own_dtype.check(attributes, rescale)
             if (again.rules, again.norms) != (verdict.rules, verdict.norms):
                 raise NotProven(f"its code takes another path in {str(own).removeprefix('torch.')}")
