@@ -18,7 +18,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/installed-dev
-	$(BIN)/python benchmarks/step_time.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engine --output docs/benchmarks.md --json docs/benchmarks.json
 	$(BIN)/python benchmarks/plan_time.py
 
 zoo: $(VENV)/installed-zoo
