@@ -21,6 +21,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from lightning_tp.errors import ParallelConfigError
 from lightning_tp.parallel.collectives import copy_parameter
+from lightning_tp.parallel.local_read import local_read
 from lightning_tp.plan.sharding_plan import ShardingPlan
 
 
@@ -75,7 +76,7 @@ class LocalRead:
             return self._read(parameter)
 
     def _read(self, parameter: Tensor) -> Tensor:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_read(parameter)
         if self.partial:
             local = copy_parameter(local, self.group)
         if not self.counts:
