@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from torch._C._profiler import _EventType
 
 from benchmarks.engine import PEERS
 from benchmarks.engine.__main__ import main
@@ -17,6 +20,16 @@ from benchmarks.engine.report import figures, markdown
 from benchmarks.engine.run import TOLERANCE, Result, measure
 from benchmarks.engine.setting import Setting
 from benchmarks.engine.targets import TARGETS, outcomes
+from benchmarks.engine.time_spent import (
+    ATTENTION,
+    BETWEEN,
+    COLLECTIVES,
+    KINDS,
+    OPTIMIZER,
+    OTHER,
+    PRODUCTS,
+    time_by_kind,
+)
 from benchmarks.engine.torch_parallelize import TorchParallelize
 from benchmarks.engine.transformers_llama import TransformersTensorParallel
 from benchmarks.engine.usage import measure_usage
@@ -103,6 +116,42 @@ def test_peak_memory_counts_what_lives_at_one_time() -> None:
 
     usage = measure_usage(step, [held, held[10:]])
     assert (usage.held_bytes, usage.peak_bytes) == (4000, 10_000)
+
+
+def test_time_of_a_step_is_divided_up(results: dict[str, Result]) -> None:
+    for result in results.values():
+        for usage in result.usage:
+            assert list(usage.seconds) == list(KINDS)
+            assert all(seconds >= 0 for seconds in usage.seconds.values())
+            assert usage.seconds[PRODUCTS] > 0 and usage.seconds[ATTENTION] > 0 and usage.seconds[OPTIMIZER] > 0
+            assert (usage.seconds[COLLECTIVES] > 0) is (len(result.usage) > 1)
+
+
+@dataclass
+class Event:
+    name: str
+    start_time_ns: int
+    duration_time_ns: int
+    start_tid: int = 1
+    children: Sequence[Event] = ()
+    tag: _EventType = _EventType.TorchOp
+
+
+def test_collectives_count_where_nothing_is_computed() -> None:
+    product = Event("aten::linear", 100, 50, children=[Event("aten::mm", 110, 30)])
+    overlapped = [Event("c10d::allreduce_", 140, 5), Event("gloo:all_reduce", 145, 55, start_tid=2)]
+    inside = Event("aten::copy_", 150, 10, start_tid=2)
+    add = Event("autograd::engine::evaluate_function", 160, 40, children=[Event("aten::add", 170, 20)])
+    times = time_by_kind([product, *overlapped, inside, add], 90, 220)
+    # From 140 to 200 it is on its way, and from 170 to 190 something is added.
+    assert {kind: round(seconds * 1e9) for kind, seconds in times.items()} == {
+        PRODUCTS: 30,
+        ATTENTION: 0,
+        OTHER: 20,
+        OPTIMIZER: 0,
+        COLLECTIVES: 40,
+        BETWEEN: 40,
+    }
 
 
 def test_targets_are_ratios_of_the_fastest_steps() -> None:

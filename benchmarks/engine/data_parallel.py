@@ -15,7 +15,7 @@ class DataParallel(Peer):
 
     def build(self) -> nn.Module:
         self.tokens = self.tokens.chunk(dist.get_world_size())[dist.get_rank()]
-        return DistributedDataParallel(self.setting.model(), gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(self.setting.model(), gradient_as_bucket_view=True, forward_sync_buffers=False)
 
     def whole_loss(self, loss: Tensor) -> float:
         mean = loss.clone()

@@ -10,9 +10,10 @@ import torch
 
 from benchmarks.engine import PEERS
 from benchmarks.engine.one_process import OneProcess
-from benchmarks.engine.run import CHECKED_STEPS, TOLERANCE, Result
+from benchmarks.engine.run import CHECKED_STEPS, PROFILED_STEPS, TOLERANCE, Result
 from benchmarks.engine.setting import Setting
 from benchmarks.engine.targets import Outcome, outcomes
+from benchmarks.engine.time_spent import KINDS
 from benchmarks.engine.usage import Count
 
 MIB = 2**20
@@ -36,6 +37,9 @@ thread each), in {dtype}, with fused AdamW. Machine: {machine}.
 - **Memory of a rank**: bytes of tensors, for the rank that has most. Held: parameters, buffers and optimizer state.
   Peak: the most at one time in a step, from the profiler's record of allocations.
 - **Collectives of a step** on one rank, and their bytes: the larger of what goes in and what comes out.
+- **Where a step goes**: rank zero's time in the fastest of {profiled} profiled steps, in ms. Collectives: a collective
+  is on its way and nothing is computed; waiting for a slower rank is in it. Between operations: Python, autograd and
+  dispatch, which the profile makes longer.
 
 {notes}
 {tables}
@@ -59,6 +63,7 @@ def markdown(settings: list[Setting], results: dict[int, list[Result]], ranks: i
         dtype=str(first.dtype).removeprefix("torch."),
         machine=machine(),
         checked=CHECKED_STEPS,
+        profiled=PROFILED_STEPS,
         tolerance=TOLERANCE[first.dtype],
         repeats=" to ".join(str(number) for number in dict.fromkeys((repeats[0], repeats[-1]))),
         floor=1 / ranks,
@@ -90,7 +95,25 @@ def lines(setting: Setting, results: list[Result]) -> list[str]:
 
 
 def _section(setting: Setting, results: list[Result]) -> str:
-    return "\n".join([f"\n## Hidden size {setting.hidden_size}\n", *lines(setting, results), ""])
+    return "\n".join(
+        [
+            f"\n## Hidden size {setting.hidden_size}\n",
+            *lines(setting, results),
+            "\nWhere a step goes:\n",
+            *_spent(results),
+            "",
+        ]
+    )
+
+
+def _spent(results: list[Result]) -> list[str]:
+    """Milliseconds by kind of operation, for all that is not compiled: fused kernels are of no one kind."""
+    eager = [result for result in results if result.usage and "compiled" not in result.peer]
+    rows = [
+        f"| {result.peer} | {' | '.join(f'{seconds * 1e3:.1f}' for seconds in result.usage[0].seconds.values())} |"
+        for result in eager
+    ]
+    return [f"| implementation | {' | '.join(KINDS)} |", f"|---|{'---:|' * len(KINDS)}", *rows]
 
 
 def _fastest(results: list[Result]) -> dict[str, float]:

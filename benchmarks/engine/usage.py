@@ -1,4 +1,4 @@
-"""What one step uses: memory and collectives, from a profile of it.
+"""What one step uses: memory, collectives and time by kind of operation, from a profile of it.
 
 The profile sees what runs, so that it counts alike for eager and compiled code, for DDP's buckets, which C++ reduces,
 and for libraries with collectives of their own.
@@ -6,6 +6,7 @@ and for libraries with collectives of their own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.engine.time_spent import time_by_kind
 
 _KINDS = {
     "c10d::allreduce_": "all_reduce",
@@ -47,11 +50,13 @@ class Usage:
         held_bytes: Of parameters, buffers and optimizer state, between steps.
         peak_bytes: Largest number of bytes of tensors at one time of a step, with what is held.
         collectives: By kind.
+        seconds: Where the time goes, by kind of operation; the profile itself costs some.
     """
 
     held_bytes: int
     peak_bytes: int
     collectives: dict[str, Count] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def measure_usage(step: Callable[[], Any], held: Sequence[Tensor]) -> Usage:
@@ -63,10 +68,14 @@ def measure_usage(step: Callable[[], Any], held: Sequence[Tensor]) -> Usage:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     held_bytes = sum(storages.values())
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler:
+        start = time.time_ns()
         step()
+        end = time.time_ns()
+    assert profiler.profiler is not None
+    roots = profiler.profiler.kineto_results.experimental_event_tree()
     allocated: list[tuple[int, int]] = []
     collectives: dict[str, Count] = {}
-    for node in _nodes(profiler):
+    for node in _nodes(roots):
         tag, fields = node.typed
         if tag == _EventType.Allocation:
             allocated.append((node.start_time_ns, fields.alloc_size))
@@ -78,13 +87,12 @@ def measure_usage(step: Callable[[], Any], held: Sequence[Tensor]) -> Usage:
     for _, size in sorted(allocated, key=lambda event: event[0]):
         now += size
         peak = max(peak, now)
-    return Usage(held_bytes, held_bytes + peak, collectives)
+    return Usage(held_bytes, held_bytes + peak, collectives, time_by_kind(roots, start, end))
 
 
-def _nodes(profiler: profile) -> Iterator[Any]:
+def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
     """Every event, depth first."""
-    assert profiler.profiler is not None
-    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+    pending = list(roots)
     while pending:
         node = pending.pop()
         pending += node.children
