@@ -48,6 +48,7 @@ from lightning_tp.launcher import ScriptLauncher
 from lightning_tp.layout import DATA_AXIS, TENSOR_AXIS, AxisSize, ParallelLayout
 from lightning_tp.parallel.apply import parallelize, refuse_missing_values
 from lightning_tp.parallel.local_parameters import parallel_state
+from lightning_tp.parallel.scope import Entered
 from lightning_tp.parallel.summary import ParameterSummary, summarize_parameters
 from lightning_tp.plan.agree import PlanSource, agreed_plan
 from lightning_tp.plan.find import SearchOptions, Unsplittable
@@ -335,7 +336,7 @@ class TensorParallelStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         state = parallel_state(self.lightning_module)
         assert state is not None
-        with state.scope:
+        with Entered(state.scope):
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -35,14 +35,15 @@ from lightning_tp.parallel.local_parameters import (
     LocalAttributes,
     LocalRead,
     ParallelState,
-    Scope,
     local_tensor,
     parallel_state,
     rewrite,
 )
 from lightning_tp.parallel.random import RankRandomness
+from lightning_tp.parallel.scope import Scope
 from lightning_tp.parallel.torch_modules import local_forward, without_fused_paths
 from lightning_tp.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, VocabularyRole, local_padding
+from lightning_tp.plan.arguments import positional_names
 from lightning_tp.plan.linears import feature_changes, linear_adapter
 from lightning_tp.plan.norms import Norm, recognised_norm
 from lightning_tp.plan.sharding_plan import Column, Region, ShardingPlan, Split, word_ranges
@@ -361,8 +362,9 @@ def _rewrite_modules(
             states.setdefault(name, ParallelState(scope)).attributes.append(LocalAttributes(scope, fixed))
     mixins: dict[str, list[type]] = {}
     by_module: dict[str, list[_RunningRegion]] = {}
+    scopes: dict[str, Scope] = {}
     for region in plan.regions:
-        running = _RunningRegion(model, region, mesh, group)
+        running = _RunningRegion(model, region, mesh, group, scopes.setdefault(region.module, Scope()))
         if region.vocabulary is None:
             by_module.setdefault(region.module, []).append(running)
         for name, role, mixin in running.roles(model):
@@ -383,8 +385,9 @@ def _rewrite_modules(
             state = states.setdefault(module_name, ParallelState(scope))
             state.attributes.append(LocalAttributes(running.scope, values))
     for name, regions in by_module.items():
-        states.setdefault(name, ParallelState(scope)).region = _region_role(name, regions, mesh.get_local_rank(), group)
-        mixins.setdefault(name, []).append(RegionModule)
+        names = positional_names(model.get_submodule(name))
+        states.setdefault(name, ParallelState(scope)).region = _region_role(name, names, regions)
+        mixins.setdefault(name, []).insert(0, RegionModule)  # its arguments are cut before anything else sees them
     for name, state in states.items():
         rewrite(model.get_submodule(name), state, tuple(mixins.get(name, ())))
 
@@ -392,10 +395,12 @@ def _rewrite_modules(
 class _RunningRegion:
     """What the modules of one region share while they run."""
 
-    def __init__(self, model: nn.Module, region: Region, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, model: nn.Module, region: Region, mesh: DeviceMesh, group: dist.ProcessGroup, scope: Scope
+    ) -> None:
         self.region, self.group, self.rank, self.size = region, group, mesh.get_local_rank(), mesh.size()
         self.device = next((local_tensor(p).device for p in model.parameters()), torch.device("cpu"))
-        self.scope = Scope()
+        self.scope = scope
         self.copies = SharedCopy(group, sum(len(names) for names in region.inputs))
         rows = max(len(region.rows), 1)
         self.randomness = RankRandomness(self.rank, self.device, rows) if region.random else None
@@ -428,20 +433,21 @@ class _RunningRegion:
             yield name, VocabularyRole(self.group, first, stop, words, Scope()), VocabularyHead, {}
 
 
-def _region_role(name: str, regions: list[_RunningRegion], rank: int, group: dist.ProcessGroup) -> RegionRole:
+def _region_role(name: str, argument_names: list[str], regions: list[_RunningRegion]) -> RegionRole:
     if len({running.region.sizes for running in regions}) > 1:
         raise PlanError(f"The regions of {name or 'the model'} must have the same rules for sizes.")
     if len({running.region.arguments for running in regions}) > 1:
         raise PlanError(f"The regions of {name or 'the model'} must slice the same arguments.")
     return RegionRole(
         name,
-        group,
-        rank,
-        [running.scope for running in regions],
+        regions[0].group,
+        regions[0].rank,
+        regions[0].scope,
         regions[0].region.sizes,
         regions[0].region.arguments,
-        [running.copies for running in regions],
-        [running.randomness for running in regions if running.randomness is not None],
+        tuple(argument_names),
+        tuple(running.copies for running in regions),
+        tuple(running.randomness for running in regions if running.randomness is not None),
     )
 
 

@@ -13,7 +13,6 @@ row      ``[M, K/R]``  ``[N, K/R]``       ``[M, N]``      forward: all-reduce of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_tp.parallel.collectives import copy, copy_features, copy_parameter, reduce
-from lightning_tp.parallel.local_parameters import ParallelState, Scope
+from lightning_tp.parallel.compiled_dropout import RankDropout
+from lightning_tp.parallel.local_parameters import ParallelState
 from lightning_tp.parallel.random import RankRandomness
+from lightning_tp.parallel.scope import Entered, Scope, change
 from lightning_tp.plan.arguments import sliced_arguments
 from lightning_tp.plan.linears import LinearAdapter
 from lightning_tp.plan.norms import Norm
@@ -49,19 +50,30 @@ class SharedCopy:
             return x
         if self._calls == 1:
             return copy(x, self._group)
-        copied = next((made for source, version, made in self._made if source is x and version == x._version), None)
+        # Compiled code has no versions.
+        version = 0 if torch.compiler.is_compiling() else x._version
+        copied = next((made for source, then, made in self._made if source is x and then == version), None)
         if copied is None:
             copied = copy(x, self._group)
-            self._made.append((x, x._version, copied))
-        self._left -= 1
-        if not self._left:
+            change(self._remember, x, version, copied)
+        if self._left == 1:
             self.end()
+        else:
+            change(self._count)
         return copied
 
     def end(self) -> None:
         """Forget the copies: the region has run."""
-        self._made.clear()
-        self._left = self._calls
+        change(self._forget)
+
+    def _remember(self, x: Tensor, version: int, copied: Tensor) -> None:
+        self._made = [*self._made, (x, version, copied)]
+
+    def _count(self) -> None:
+        self._left -= 1
+
+    def _forget(self) -> None:
+        self._made, self._left = [], self._calls
 
 
 @dataclass(frozen=True)
@@ -118,14 +130,23 @@ class RowParallel(nn.Module):
 
 @dataclass(frozen=True)
 class RegionRole:
-    """A module whose forward holds regions: their scopes, rules for sizes, sliced arguments, copies, random streams."""
+    """A module whose forward holds regions.
+
+    Attributes:
+        scope: Active while the regions run.
+        sizes: Rules for the calls that name sizes.
+        arguments: Arguments of which this rank takes its part, with the names of all by position.
+        copies: The copies of each region.
+        randomness: The random stream of each region that has one.
+    """
 
     name: str
     group: dist.ProcessGroup
     rank: int
-    scopes: Sequence[Scope]
+    scope: Scope
     sizes: Sequence[SizeRule]
     arguments: Sequence[ArgumentSlice]
+    argument_names: Sequence[str]
     copies: Sequence[SharedCopy]
     randomness: Sequence[RankRandomness]
 
@@ -135,22 +156,43 @@ class RegionModule(nn.Module):
 
     _parallel: ParallelState
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         role: RegionRole = self._parallel.region
-        with ExitStack() as stack:
-            for scope in role.scopes:
-                stack.enter_context(scope)
-            if role.sizes:
-                stack.enter_context(RescaledSizes(role.name, role.sizes))
+        if role.arguments:
+            args, kwargs = sliced_arguments(
+                role.argument_names, role.arguments, role.rank, args, kwargs, lambda x: copy_parameter(x, role.group)
+            )
+        try:
+            with Entered(role.scope):
+                return self._run(role, args, kwargs)
+        finally:
             for randomness in role.randomness:
-                stack.callback(randomness.end)
+                randomness.end()
             for copies in role.copies:
-                stack.callback(copies.end)
-            if role.arguments:
-                args, kwargs = sliced_arguments(
-                    self, role.arguments, role.rank, args, kwargs, lambda x: copy_parameter(x, role.group)
-                )
-            return super().__call__(*args, **kwargs)
+                copies.end()
+
+    def _run(self, role: RegionRole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        random = role.randomness if self.training else ()
+        if not role.sizes and not random:
+            return super().forward(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return _uncompiled(self._with_local_sizes, role, args, kwargs)
+        if not random:
+            return self._with_local_sizes(role, args, kwargs)
+        with RankDropout(random):
+            return self._with_local_sizes(role, args, kwargs)
+
+    def _with_local_sizes(self, role: RegionRole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not role.sizes:
+            return super().forward(*args, **kwargs)
+        with RescaledSizes(role.name, role.sizes):
+            return super().forward(*args, **kwargs)
+
+
+@torch.compiler.disable
+def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """What changes calls on their way is compiled as a whole or not at all: behind a graph break it would miss some."""
+    return function(*args)
 
 
 @dataclass(frozen=True)

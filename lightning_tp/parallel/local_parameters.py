@@ -19,9 +19,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
-from lightning_tp.errors import ParallelConfigError
 from lightning_tp.parallel.collectives import copy_parameter
 from lightning_tp.parallel.local_read import local_read
+from lightning_tp.parallel.scope import Entered, Scope
 from lightning_tp.plan.sharding_plan import ShardingPlan
 
 
@@ -29,29 +29,6 @@ from lightning_tp.plan.sharding_plan import ShardingPlan
 def _is_any_true_on_whole_tensors(x: Tensor) -> list[tuple[list[Any], list[Any]]]:
     """Autograd's anomaly detection asks this of every gradient, and torch has no rule for it on DTensors."""
     return [([Replicate()], [Replicate()])]
-
-
-class Scope:
-    """Whether something runs right now; it may be entered several times over."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-
-    @property
-    def active(self) -> bool:
-        return self._depth > 0
-
-    def __enter__(self) -> Scope:
-        self._depth += 1
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._depth -= 1
-        if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
-            raise ParallelConfigError(
-                "The model computes with parameters from parameters() or state_dict(), which are DTensors on a mesh. "
-                "Read them from their modules (module.weight), and leave weight decay to the optimizer."
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -126,7 +103,9 @@ class ParallelModule(nn.Module):
     _parallel: ParallelState
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._parallel.scope:
+        if self._parallel.scope.active:
+            return super().__call__(*args, **kwargs)
+        with Entered(self._parallel.scope):
             return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -172,16 +151,16 @@ def _parameter_property(name: str) -> property:
     def read(self: ParallelModule) -> Any:
         parameter = self._parameters[name]
         state = self._parallel
-        if parameter is None or not (state.scope.active or _in_backward()) or _is_sharded_over_data(parameter):
+        if parameter is None or not (state.scope.active or _running()) or _is_sharded_over_data(parameter):
             return parameter
         return state.reads[name](parameter)
 
     return property(read)
 
 
-def _in_backward() -> bool:
-    """Whether gradients are being computed on this thread: code that runs then is recomputed (a checkpoint)."""
-    return torch._C._current_graph_task_id() != -1
+def _running() -> bool:
+    """Whether the model runs, entered by no call: it is compiled, or a checkpoint is recomputed in the backward pass."""
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
 
 
 def _is_sharded_over_data(parameter: Tensor) -> bool:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_tp.parallel.collectives import copy, gather_features, reduce
-from lightning_tp.parallel.local_parameters import ParallelState, Scope
+from lightning_tp.parallel.local_parameters import ParallelState
+from lightning_tp.parallel.scope import Entered, Scope
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class VocabularyEmbedding(nn.Module):
         role: VocabularyRole = self._parallel.role
         (ids,) = (*args, *kwargs.values())
         _check_range(ids, role.words)
-        with role.scope:
+        with Entered(role.scope):
             return reduce(own_words(super().forward, ids, role.first, role.stop), role.group)
 
 

@@ -15,7 +15,7 @@ from lightning_tp.plan.sharding_plan import ArgumentSlice
 
 def argument_name(module: nn.Module, position: str) -> str:
     """The name of an argument that was passed at ``position``; a name stays as it is."""
-    names = _parameters(module)
+    names = positional_names(module)
     return names[int(position)] if position.isdecimal() and int(position) < len(names) else position
 
 
@@ -25,7 +25,7 @@ def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: dict[str, An
 
 
 def sliced_arguments(
-    module: nn.Module,
+    names: Sequence[str],
     slices: Sequence[ArgumentSlice],
     rank: int,
     args: Sequence[Any],
@@ -34,11 +34,13 @@ def sliced_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with each sliced one cut to the part of ``rank``; ``prepare`` sees it whole before.
 
+    Args:
+        names: Those of the called module's arguments, see :func:`positional_names`.
+
     Raises:
         ParallelConfigError: a size is no multiple of the period with which the parts repeat.
     """
     changed, changed_names = list(args), dict(kwargs)
-    names = _parameters(module)
     for cut in slices:
         position = names.index(cut.argument) if cut.argument in names else int(cut.argument)
         if cut.argument in changed_names:
@@ -62,6 +64,7 @@ def _part(value: Any, cut: ArgumentSlice, rank: int, prepare: Callable[[Tensor],
     return prepare(value).index_select(cut.dim, (starts[:, None] + within).flatten())
 
 
-def _parameters(module: nn.Module) -> list[str]:
+def positional_names(module: nn.Module) -> list[str]:
+    """The names of the arguments that the module's forward takes by position, in order."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in kinds]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_tp.plan.arguments import argument_name, named_arguments, sliced_arguments
+from lightning_tp.plan.arguments import argument_name, named_arguments, positional_names, sliced_arguments
 from lightning_tp.plan.candidate import Candidate, Probe
 from lightning_tp.plan.compare import TOLERANCE, NotProven, difference, rounding_floor, scattered
 from lightning_tp.plan.graph import copied_objects, tensors_in
@@ -260,7 +260,7 @@ class RegionProof:
         changes = [] if rank is None else [*self.features[rank], *attributes]
         args, kwargs = copied_objects(inputs)
         if rank is not None and self.arguments:
-            args, kwargs = sliced_arguments(self.module, self.arguments, rank, args, kwargs)
+            args, kwargs = sliced_arguments(positional_names(self.module), self.arguments, rank, args, kwargs)
         norms = {name: norm for name, norm in self.norms.items() if norm is not None}
         with (
             random_state_kept(),

@@ -137,7 +137,7 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 
 
 def _divided(sizes: list[int], total: int, position: int, rule: SizeRule) -> list[int]:
-    known = math.prod(size for size in sizes if size != -1)
+    known = math.prod([size for size in sizes if size != -1])
     if not 0 <= position < len(sizes) or (-1 in sizes and (not known or total % known)):
         raise SizesDoNotFit(f"{rule.function} to {sizes}: not the sizes of a tensor with {total} elements in all")
     full = [total // known if size == -1 else size for size in sizes]
