@@ -40,6 +40,8 @@ _DROPOUT_ARGUMENTS: dict[Callable[..., Any], tuple[int, str, float, int | None, 
     F.multi_head_attention_forward: (10, "dropout_p", 0.0, 13, "training"),
 }
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+DROPOUT_FUNCTIONS = (*_DROPOUT_ARGUMENTS, *_RECURRENT)
+"""The functions that draw masks, if their arguments say so."""
 
 
 def without_dropout(

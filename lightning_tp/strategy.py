@@ -47,6 +47,7 @@ from lightning_tp.failure import Watchdog
 from lightning_tp.launcher import ScriptLauncher
 from lightning_tp.layout import DATA_AXIS, TENSOR_AXIS, AxisSize, ParallelLayout
 from lightning_tp.parallel.apply import parallelize, refuse_missing_values
+from lightning_tp.parallel.compile_blocks import compile_blocks
 from lightning_tp.parallel.local_parameters import parallel_state
 from lightning_tp.parallel.scope import Entered
 from lightning_tp.parallel.summary import ParameterSummary, summarize_parameters
@@ -79,6 +80,8 @@ class TensorParallelStrategy(ParallelStrategy):
         vocabulary_parallel: Whether embeddings and output heads are split over the vocabulary: "auto" where that pays.
         plan_cache: Whether a found plan is kept in the user's cache folder (``$LIGHTNING_TP_CACHE``, else
             ``~/.cache/lightning_tp/plans``) for the next run of the same model, in which it is proven again.
+        compile: Whether each repeated block is compiled after the split (a model without any as a whole); a mapping has
+            the arguments of ``torch.compile``.
         timeout: Seconds after which a collective that does not end is an error.
         process_group_backend: "nccl", "gloo", ...; by default what fits the device.
         start_method: "popen" runs the script again for every rank; "fork", "spawn" and "forkserver" start processes of
@@ -98,6 +101,7 @@ class TensorParallelStrategy(ParallelStrategy):
         unsplittable: Unsplittable = "error",
         vocabulary_parallel: VocabularyParallel = "auto",
         plan_cache: bool = True,
+        compile: bool | Mapping[str, Any] = False,
         timeout: float = 1800.0,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -135,6 +139,11 @@ class TensorParallelStrategy(ParallelStrategy):
         self._tensor_parallel_size, self._data_parallel_size = tensor_parallel_size, data_parallel_size
         self._plan_source = plan
         self._search_options = SearchOptions(unsplittable, vocabulary_parallel, plan_cache)
+        if not isinstance(compile, (bool, Mapping)):
+            raise ParallelConfigError(
+                f"compile must be True, False or a mapping of arguments of torch.compile, not {compile!r}."
+            )
+        self._compile = {} if compile is True else compile
         self._timeout = timedelta(seconds=timeout)
         self._process_group_backend = process_group_backend
         self._start_method = start_method
@@ -288,6 +297,8 @@ class TensorParallelStrategy(ParallelStrategy):
 
         self._plan = self._agreed_plan(trainer)
         parallelize(self.model, self.device_mesh, self._plan)
+        if self._compile is not False:
+            compile_blocks(self.model, self._compile)
         shard_data_parallel(self.model, self.device_mesh, _STEPS)
         self._sync_metrics_over_data_parallel_ranks()
         if self.layout.data_parallel_size == 1:

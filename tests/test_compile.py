@@ -101,58 +101,68 @@ def test_a_compiled_model_trains_as_on_one_device(
 ) -> None:
     model = build(name)
     expected = trained(model, model)
-    for found in (ranks2 if size == 2 else ranks4).run(trained_on_ranks, name, what):
+    for found in (ranks2 if size == 2 else ranks4).run(trained_on_ranks, name, what, timeout=300.0):
         assert found.keys() == expected.keys()
         assert max(relative(found[key], expected[key]) for key in expected) < 1e-10
 
 
-class CompiledTrainer(pl.Callback):
-    """Compiles the blocks of the module when they are split, and notes what compiling did."""
+class CompiledOnce(pl.Callback):
+    """Compiling after the first step is an error."""
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         torch._dynamo.reset()
         counters.clear()
-        for block in pl_module.blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         assert counters["stats"]["unique_graphs"] >= 1
         torch._dynamo.config.error_on_recompile = True
 
-    def teardown(self, *_: Any) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         torch._dynamo.config.error_on_recompile = False
         torch._dynamo.reset()
+
+
+class CompilesItself(GPTModule):
+    """A LightningModule that compiles its forward when it is configured: before it is split."""
+
+    def configure_model(self) -> None:
+        if self._compiled_call_impl is None:
+            self.compile(backend="aot_eager")
+
+
+def with_optimizer(name: str) -> Any:
+    optimizer = partial(torch.optim.AdamW, lr=1e-3, eps=1e-5)
+    if name == "compiles itself":
+        return CompilesItself(VOCAB, 32, 1, 4, SEQUENCE, dropout=0.0, optimizer=optimizer, warmup_steps=1)
+    return MODELS[name](optimizer=optimizer, warmup_steps=1)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     return [tokens()] * STEPS
 
 
-def trained_by_trainer(name: str, what: str, tensor_parallel_size: int, data_parallel_size: int) -> TrainingRecord:
+def trained_by_trainer(name: str, tensor_parallel_size: int, data_parallel_size: int) -> TrainingRecord:
     torch._dynamo.reset()
-    if what == "blocks":
-        return train(
-            partial(with_optimizer, name), batches(), "64-true", tensor_parallel_size, data_parallel_size,
-            (CompiledTrainer(),),
-        )  # fmt: skip
-    return train(partial(compiled_step, name), batches(), "64-true", tensor_parallel_size, data_parallel_size)
+    options = False if name == "compiles itself" else {"backend": "aot_eager", "fullgraph": True}
+    return train(
+        partial(with_optimizer, name),
+        batches(),
+        "64-true",
+        tensor_parallel_size,
+        data_parallel_size,
+        (CompiledOnce(),),
+        compile=options,
+    )
 
 
-def with_optimizer(name: str) -> Any:
-    return MODELS[name](optimizer=partial(torch.optim.AdamW, lr=1e-3, eps=1e-5), warmup_steps=1)
-
-
-def compiled_step(name: str) -> Any:
-    """A LightningModule compiled as Lightning does it: its steps are."""
-    return torch.compile(with_optimizer(name), backend="aot_eager")
-
-
-@pytest.mark.parametrize(("name", "what", "sizes"), [("llama", "step", (2, 1)), ("gpt", "blocks", (2, 2))])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("llama", (2, 1)), ("gpt", (2, 2)), ("compiles itself", (2, 1))]
+)
 def test_a_compiled_model_trains_under_the_trainer_as_on_one_device(
-    ranks2: RankPool, ranks4: RankPool, name: str, what: str, sizes: tuple[int, int]
+    ranks2: RankPool, ranks4: RankPool, name: str, sizes: tuple[int, int]
 ) -> None:
-    expected = train(partial(with_optimizer, name), batches(), "64-true")
-    for record in (ranks2 if sizes[1] == 1 else ranks4).run(trained_by_trainer, name, what, *sizes):
+    expected = train(partial(with_optimizer, "gpt" if name == "compiles itself" else name), batches(), "64-true")
+    for record in (ranks2 if sizes[1] == 1 else ranks4).run(trained_by_trainer, name, *sizes, timeout=300.0):
         differences = largest_difference(record, expected)
         assert max(differences.values()) < 1e-10, differences
         assert record.plan is not None and record.plan.regions
@@ -194,7 +204,7 @@ def small_on_ranks(name: str) -> dict[str, Tensor]:
 def test_every_kind_of_region_is_one_graph(ranks2: RankPool, name: str) -> None:
     model = small(name)
     expected = gradients(model, model)
-    for found in ranks2.run(small_on_ranks, name):
+    for found in ranks2.run(small_on_ranks, name, timeout=300.0):
         assert found.keys() == expected.keys()
         assert max(relative(found[key], expected[key]) for key in expected) < 1e-10
 
@@ -224,5 +234,5 @@ def test_a_graph_break_of_the_user_in_a_region_changes_no_number(ranks2: RankPoo
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(16), Broken(), nn.LayerNorm(16)).double()
     expected = gradients(model, model)
-    for found in ranks2.run(broken_on_ranks):
+    for found in ranks2.run(broken_on_ranks, timeout=300.0):
         assert max(relative(found[key], expected[key]) for key in expected) < 1e-10

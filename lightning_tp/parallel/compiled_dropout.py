@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
+from lightning_tp.dropout import DROPOUT_FUNCTIONS, without_dropout
 from lightning_tp.parallel.random import LARGEST_SEED, RankRandomness, default_generator
 
 # CUDA graphs would replay one mask for ever.
@@ -30,10 +33,22 @@ class RankDropout(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is checkpoint:  # traced as one call: what it calls is to be seen as well
+            return function(self._seeing(args[0]), *args[1:], **kwargs)
         for randomness in self._randomness:
             if randomness.inside and function in _ON_ONE_RANK:
                 return _ON_ONE_RANK[function](randomness.rank, *args, **kwargs)
+            if randomness.inside and function in _NOT_TRACED and without_dropout(function, args, kwargs)[2]:
+                torch._dynamo.graph_break("this kind of dropout runs uncompiled inside a tensor-parallel region")
         return function(*args, **kwargs)
+
+
+    def _seeing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return seen
 
 
 def _seed(rank: int) -> Tensor:
@@ -115,7 +130,8 @@ _ON_ONE_RANK: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.native_dropout: _native_dropout,
     F.scaled_dot_product_attention: _attention,
 }
-"""By function: what draws on one rank. Others break the graph, see :func:`untraceable`."""
+"""By function: what draws on one rank."""
+_NOT_TRACED = tuple(function for function in DROPOUT_FUNCTIONS if function not in _ON_ONE_RANK)
 
 
 @torch.library.custom_op("lightning_tp::keep_mask", mutates_args=(), tags=_TAGS)
@@ -140,6 +156,17 @@ def _stream(device: torch.device, seed: Tensor) -> Iterator[None]:
         yield
     finally:
         generator.set_state(before)
+
+
+@contextmanager
+def _differentiable() -> Iterator[None]:
+    """Autograd, which is off while an operator runs."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
 
 
 @torch.library.custom_op("lightning_tp::attention", mutates_args=(), tags=_TAGS)
@@ -192,7 +219,7 @@ def attention_backward(
     mask_grad: bool,
 ) -> list[Tensor]:
     """Gradients of query, key, value, and of the mask if it is asked for."""
-    with torch.enable_grad(), _stream(query.device, seed):
+    with _differentiable(), _stream(query.device, seed):
         inputs = [x.detach().requires_grad_() for x in (query, key, value)]
         mask = attn_mask
         if mask is not None and mask_grad:

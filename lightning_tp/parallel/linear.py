@@ -162,20 +162,21 @@ class RegionModule(nn.Module):
             args, kwargs = sliced_arguments(
                 role.argument_names, role.arguments, role.rank, args, kwargs, lambda x: copy_parameter(x, role.group)
             )
+        traced = torch.compiler.is_compiling()
         try:
             with Entered(role.scope):
-                return self._run(role, args, kwargs)
+                return self._run(role, traced, args, kwargs)
         finally:
             for randomness in role.randomness:
                 randomness.end()
             for copies in role.copies:
                 copies.end()
 
-    def _run(self, role: RegionRole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, role: RegionRole, traced: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         random = role.randomness if self.training else ()
         if not role.sizes and not random:
             return super().forward(*args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if not traced:
             return _uncompiled(self._with_local_sizes, role, args, kwargs)
         if not random:
             return self._with_local_sizes(role, args, kwargs)

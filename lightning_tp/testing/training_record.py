@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -108,6 +108,7 @@ def train(
     unsplittable: Unsplittable = "error",
     vocabulary_parallel: VocabularyParallel = "auto",
     dropout: bool = True,
+    compile: bool | Mapping[str, Any] = False,
     **trainer_options: Any,
 ) -> TrainingRecord:
     """Train on ``batches``, each for all data-parallel ranks: split along dim 0, one part a rank.
@@ -127,6 +128,7 @@ def train(
             plan=plan,
             unsplittable=unsplittable,
             vocabulary_parallel=vocabulary_parallel,
+            compile=compile,
         )
         part = torch.distributed.get_rank() // tensor_parallel_size
         own = [data_parallel_part(batch, part, data_parallel_size) for batch in batches]
