@@ -155,9 +155,7 @@ def trained_by_trainer(name: str, tensor_parallel_size: int, data_parallel_size:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("llama", (2, 1)), ("gpt", (2, 2)), ("compiles itself", (2, 1))]
-)
+@pytest.mark.parametrize(("name", "sizes"), [("llama", (2, 1)), ("gpt", (2, 2)), ("compiles itself", (2, 1))])
 def test_a_compiled_model_trains_under_the_trainer_as_on_one_device(
     ranks2: RankPool, ranks4: RankPool, name: str, sizes: tuple[int, int]
 ) -> None:
@@ -206,7 +204,8 @@ def test_every_kind_of_region_is_one_graph(ranks2: RankPool, name: str) -> None:
     expected = gradients(model, model)
     for found in ranks2.run(small_on_ranks, name, timeout=300.0):
         assert found.keys() == expected.keys()
-        assert max(relative(found[key], expected[key]) for key in expected) < 1e-10
+        # The gradient of a key's bias is zero but for rounding.
+        assert max(relative(found[key], expected[key], floor=1e-4) for key in expected) < 1e-10
 
 
 class Broken(nn.Module):

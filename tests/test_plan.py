@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -238,3 +240,26 @@ def test_a_copy_made_without_gradients_is_not_used_with_them(ranks2: RankPool) -
     expected = numbers(Stack(PartlyReadBefore()).double())
     for found in ranks2.run(read_before_on_ranks):
         assert all(relative(found[key], expected[key], floor=1e-4) < 1e-10 for key in expected)
+
+
+def forward_of_its_own() -> nn.Module:
+    """A module around a region whose forward was replaced on the instance."""
+    model = build("qkv split")
+    attention: Any = model.get_submodule("blocks.0")
+    attention.forward = functools.partial(type(attention).forward, attention)
+    return model
+
+
+def forward_of_its_own_on_ranks() -> dict[str, torch.Tensor]:
+    model = forward_of_its_own()
+    plan = lightning_tp.find_plan(model, inputs(), 2)
+    assert [region.module for region in plan.regions] == ["blocks.0", "blocks.1"]
+    lightning_tp.parallelize(model, ParallelLayout(1, 2).device_mesh("cpu"), plan)
+    return numbers(model)
+
+
+def test_a_forward_replaced_on_the_instance_runs_inside_its_region(ranks2: RankPool) -> None:
+    expected = numbers(forward_of_its_own())
+    for found in ranks2.run(forward_of_its_own_on_ranks):
+        assert found.keys() == expected.keys()
+        assert max(relative(found[key], expected[key]) for key in expected) < 1e-10

@@ -42,7 +42,6 @@ class RankDropout(TorchFunctionMode):
                 torch._dynamo.graph_break("this kind of dropout runs uncompiled inside a tensor-parallel region")
         return function(*args, **kwargs)
 
-
     def _seeing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def seen(*args: Any, **kwargs: Any) -> Any:
             with self:

@@ -8,7 +8,7 @@ each class of modules (the idea of torchtitan's simple FSDP), so it also serves 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +128,20 @@ def rewrite(module: nn.Module, state: ParallelState, mixins: tuple[type, ...] = 
     names = tuple(sorted(state.reads))
     changed = tuple(sorted({name for attributes in state.attributes for name in attributes.values}))
     module.__dict__["_parallel"] = state
-    module.__class__ = _parallel_class(type(module), mixins, names, changed)  # type: ignore[arg-type]
+    base: Any = type(module)
+    if mixins and "forward" in vars(module):
+        base = _class_with(base, vars(module).pop("forward"))
+    module.__class__ = _parallel_class(base, mixins, names, changed)
+
+
+def _class_with(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass of ``base`` that runs ``forward``, which one instance had in place of its class's."""
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    functools.update_wrapper(run, forward)
+    return type(base.__name__, (base,), {"__module__": base.__module__, "forward": run})
 
 
 @functools.cache
@@ -159,7 +172,7 @@ def _parameter_property(name: str) -> property:
 
 
 def _running() -> bool:
-    """Whether the model runs, entered by no call: it is compiled, or a checkpoint is recomputed in the backward pass."""
+    """Whether the model runs though no call says so: traced by torch.compile, or recomputed in the backward pass."""
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
 
 
