@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry as _StrategyRegistry
 from lightning_tp.errors import ParallelConfigError, PlanError
 from lightning_tp.layout import ParallelLayout
 from lightning_tp.parallel.apply import parallelize
+from lightning_tp.parallel.kept import keep_reduced_outputs
 from lightning_tp.plan.find import find_plan
 from lightning_tp.plan.meta import parameters_on_meta
 from lightning_tp.plan.recheck import prove_plan
@@ -23,6 +24,7 @@ __all__ = [
     "ShardingPlan",
     "TensorParallelStrategy",
     "find_plan",
+    "keep_reduced_outputs",
     "parallelize",
     "parameters_on_meta",
     "prove_plan",

@@ -23,6 +23,8 @@ import torch.distributed._functional_collectives as functional_collectives
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_tp.parallel.kept import kept_outputs
+
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Pass a replicated tensor into a region: same value, gradient summed over ``group``.
@@ -62,7 +64,12 @@ def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         x: ``[...]``, one addend per rank.
         group: the tensor-parallel group.
     """
-    return _Reduce.apply(x, group)
+    kept = None if torch.compiler.is_compiling() else kept_outputs()
+    if kept is None:
+        return _Reduce.apply(x, group, None)
+    reduced: Tensor = _Reduce.apply(x, group, kept.next())
+    kept.keep(reduced)
+    return reduced
 
 
 def gather_features(x: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
@@ -105,13 +112,18 @@ class _CopyFeatures(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, known: Tensor | None) -> Tensor:
+        """``known`` is the sum, if it is known already."""
+        if known is not None:
+            return known.detach()
+        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+            x = x.clone()  # a mode may have kept the product: selective checkpoints do
         # Not the input itself, which would forbid code to change the result in place.
         return _all_reduce(x.contiguous(), group).detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _GatherFeatures(torch.autograd.Function):

@@ -163,6 +163,8 @@ class RegionModule(nn.Module):
                 role.argument_names, role.arguments, role.rank, args, kwargs, lambda x: copy_parameter(x, role.group)
             )
         traced = torch.compiler.is_compiling()
+        for randomness in role.randomness:
+            randomness.forget()
         try:
             with Entered(role.scope):
                 return self._run(role, traced, args, kwargs)

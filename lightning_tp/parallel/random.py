@@ -50,6 +50,12 @@ class RankRandomness:
                 default_generator(self._device).set_state(self._common)
                 self._common = None
 
+    def forget(self) -> None:
+        """A recomputation stops as soon as it has what it needs, inside a region too; its generator state is gone."""
+        if self.inside:
+            change(self._switch, False)
+            self._common = None
+
     def _start_own_stream(self) -> None:
         generator = default_generator(self._device)
         if self._device.type == "cuda":
